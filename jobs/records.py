@@ -1,0 +1,209 @@
+"""The job layer's contract: jobs, shards, batches of finished rows, parts, and the error tree.
+
+    JobError
+    ├── JobNotFoundError       no job, or several, match an id prefix
+    ├── SpecError              a job's spec contradicts itself, its model or its input
+    ├── DatasetError           the input cannot be read as rows
+    ├── ResultsError           the results folder cannot be used, or a part is not ours
+    └── RunnerError            the runner cannot start or is not the one asked for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine import EngineConfig, SamplingParams
+
+JobState = Literal[
+    "queued", "running", "paused", "interrupted", "completed", "failed", "cancelled"
+]
+FINAL_STATES: tuple[JobState, ...] = ("completed", "failed", "cancelled")
+
+
+class JobError(Exception):
+    """Base of the job layer's own errors."""
+
+
+class JobNotFoundError(JobError):
+    """No job, or more than one, matches an id prefix."""
+
+
+class SpecError(JobError):
+    """A spec contradicts itself, its model or its input."""
+
+
+class DatasetError(JobError):
+    """The input cannot be read as rows."""
+
+
+class ResultsError(JobError):
+    """The results folder cannot be used, or a part in it is not this job's."""
+
+
+class RunnerError(JobError):
+    """The runner cannot start, stop, or be reached."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSpec:
+    """Everything a job needs, frozen at submit. Paths are absolute.
+
+    input: Parquet file or folder
+    model: GGUF file (first shard of a split one)
+    output: results folder; None is the job's own under the state folder
+    prompt_column, messages_column, prompt_template: where the prompt comes from; None of them
+        takes a column named `prompt` or `messages`
+    chat: wrap `prompt` in the model's chat template, with `system` before it where given
+    chat_template: template text that replaces the model's
+    template_kwargs: extra variables of the chat template
+    param_columns: columns that set a sampling parameter of their name per row; the struct
+        column `sampling_params` may be among them
+    keep: input columns carried to the results; None is all but the prompt
+    output_prefix: put before the names of our own result columns
+    limit: run only the first rows
+    truncate: cut over-long prompts at this end instead of failing the row
+    params: values for rows that set none
+    seed: the job's seed, for rows without their own
+    part_nbytes, part_interval_s: a results part is cut at this size or age
+    shard_rows: rows of one dispatch
+    """
+
+    input: str
+    model: str
+    output: str | None = None
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    prompt_template: str | None = None
+    chat: bool = False
+    system: str | None = None
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    param_columns: tuple[str, ...] = ()
+    keep: tuple[str, ...] | None = None
+    output_prefix: str = ""
+    limit: int | None = None
+    truncate: Literal["left", "right"] | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    part_nbytes: int = 64 << 20
+    part_interval_s: float = 600.0
+    shard_rows: int = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputFile:
+    """One file of the frozen manifest: rows [first_row, first_row + num_rows) of the job."""
+
+    path: str
+    nbytes: int
+    mtime_ns: int
+    num_rows: int
+    first_row: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The job's input, frozen at submit: files sorted by path; names that were skipped."""
+
+    files: tuple[InputFile, ...]
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return sum(file.num_rows for file in self.files)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A job as the store knows it. Times are Unix seconds.
+
+    total: rows of the job; None until known
+    num_ok, num_error: rows finished so far
+    record: what the engine reported: device, threads, layouts, rates, predicted and achieved
+    """
+
+    id: str
+    state: JobState
+    spec: JobSpec
+    manifest: Manifest
+    results_dir: str
+    created_at: float
+    started_at: float | None = None
+    finished_at: float | None = None
+    reason: str | None = None
+    total: int | None = None
+    num_ok: int = 0
+    num_error: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    attempt: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_cancelled(self) -> int:
+        """Rows that a cancelled job will never finish."""
+        if self.state != "cancelled" or self.total is None:
+            return 0
+        return self.total - self.num_ok - self.num_error
+
+    @property
+    def num_remaining(self) -> int | None:
+        if self.total is None:
+            return None
+        return self.total - self.num_ok - self.num_error - self.num_cancelled
+
+    @property
+    def exit_code(self) -> int | None:
+        """What a waiting command exits with; None while the job is not over."""
+        match self.state:
+            case "completed":
+                return 3 if self.num_error else 0
+            case "failed":
+                return 1
+            case "cancelled":
+                return 4
+            case "paused":
+                return 5
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """Rows [begin, end) of a job, less `done` (rows already finished), as one dispatch."""
+
+    number: int
+    begin: int
+    end: int
+    done: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowBatch:
+    """Finished rows on their way to the spool.
+
+    row_indices, sample_indices: parallel to the rows of `ipc`
+    ipc: Arrow IPC stream of one table with the job's result schema
+    """
+
+    row_indices: tuple[int, ...]
+    sample_indices: tuple[int, ...]
+    num_ok: int
+    num_error: int
+    prompt_tokens: int
+    completion_tokens: int
+    ipc: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One published Parquet file. state: `publishing`, then `committed`."""
+
+    number: int
+    name: str
+    state: Literal["publishing", "committed"]
+    num_rows: int

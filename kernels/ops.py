@@ -1,0 +1,208 @@
+"""The contract of a compute backend: what the engine may ask of it, and in which shapes.
+
+A backend owns its workers (CPU threads; one on a GPU). `Ops.run(body)` calls `body(worker)` once
+on each of them, and inside a body *every worker makes the same op calls in the same order with
+the same, whole arrays*; each op works on its worker's share and puts whatever barrier it needs
+around itself. So a model is written once, as a plain list of calls.
+
+Exactness. A matrix product's output is a sum over fixed blocks of `K_BLOCK` inputs: one chain of
+fused multiply-adds from zero inside a block, the block sums added in order. Attention is computed
+as partials (m, l, o) over fixed blocks of `ATTENTION_BLOCK` positions, merged in order. Both hold
+for any number of tokens, any split over workers and any weight layout, so a row's bytes depend on
+that row alone.
+
+    KernelError
+    └── UnsupportedTypeError     a tensor type no backend can dequantise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.quants import BlockTensor
+
+KvType = Literal["f32", "f16"]
+RopeStyle = Literal["adjacent", "halves"]
+
+PAGE_TOKENS = 32  # tokens of a KV page
+K_BLOCK = 256  # inputs of a product that form one chain of multiply-adds
+ATTENTION_BLOCK = 256  # positions of one attention partial
+
+Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
+
+
+class KernelError(Exception):
+    """Base of what a backend raises on purpose."""
+
+
+class UnsupportedTypeError(KernelError):
+    """A tensor type without a dequantiser; the message names the tensor and the type."""
+
+
+class PackedMatrix(Protocol):
+    """A weight in a backend's own layout; made by `Ops.pack`, read by `Ops.matmul`."""
+
+    num_outputs: int
+    num_inputs: int
+    nbytes: int
+    layout: str  # "f32-panels": expanded; "gguf-rows": quantised, dequantised by tiles
+
+
+class KvPool(Protocol):
+    """KV cache pages of all layers, allocated once; inner layout and bytes belong to the backend.
+
+    A page holds `PAGE_TOKENS` positions of one row, keys and values, of every layer.
+    """
+
+    num_pages: int
+    kv_type: KvType
+    page_nbytes: int  # bytes of one page over all layers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvShape:
+    """num_layers, num_kv_heads, key_length, value_length: what a KV pool holds per token."""
+
+    num_layers: int
+    num_kv_heads: int
+    key_length: int
+    value_length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The tokens of one sweep, all rows in one ragged list.
+
+    token_ids: (num_tokens,) int32
+    positions: (num_tokens,) int32, position of each token in its row
+    rows: (num_tokens,) int32, index into `page_table`
+    page_table: (num_rows, max_pages) int32, page of each 32 positions of a row; -1 where none
+    segments: (num_segments, 2) int32, token ranges [begin, end) of one row each, with
+        consecutive positions; they cover all tokens in order
+    logit_indices: (num_logits,) int32, tokens whose logits are wanted, in ascending order
+    """
+
+    token_ids: Int32
+    positions: Int32
+    rows: Int32
+    page_table: Int32
+    segments: Int32
+    logit_indices: Int32
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rope:
+    """Rotary embedding tables.
+
+    cos, sin: (num_positions, rotary_dim // 2) float32, attention scaling included
+    style: "adjacent" rotates pairs (2i, 2i+1), "halves" pairs (i, i + rotary_dim/2)
+    Dimensions from rotary_dim on are left as they are.
+    """
+
+    cos: Float32
+    sin: Float32
+    style: RopeStyle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadParams:
+    """What happens to q and k between their product and attention.
+
+    num_heads, num_kv_heads, key_length, value_length: head counts and sizes
+    q_norm, k_norm: (key_length,) float32 RMS norm weights per head (qwen3), or None
+    norm_eps: epsilon of those norms
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    key_length: int
+    value_length: int
+    norm_eps: float
+    q_norm: Float32 | None = None
+    k_norm: Float32 | None = None
+
+
+class Ops(Protocol):
+    """One compute backend. Arrays are C-contiguous float32 unless said otherwise."""
+
+    name: str
+    num_workers: int
+
+    def close(self) -> None:
+        """Stop the workers. Idempotent."""
+
+    def run(self, body: Callable[[int], None]) -> None:
+        """Call `body(worker)` on every worker and wait; re-raises the first exception."""
+
+    def pack(self, tensors: Sequence[BlockTensor], *, expand: bool) -> PackedMatrix:
+        """Stack matrices of equal num_inputs along their outputs into one packed weight.
+
+        tensors: each (num_outputs_i, num_inputs), any supported type, types may differ
+        expand: True for float32 in the product's layout, False to keep the quantised bytes
+        Raises UnsupportedTypeError. Not called inside `run`.
+        """
+
+    def kv_pool(self, shape: KvShape, *, num_pages: int, kv_type: KvType) -> KvPool:
+        """Allocate a pool of zeroed pages."""
+
+    def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
+        """Bytes of one page of such a pool over all layers."""
+
+    def kv_clear(self, pool: KvPool, pages: Sequence[int]) -> None:
+        """Zero pages before a row first writes them: stale values must not reach a new row."""
+
+    def kv_copy(self, pool: KvPool, source: int, target: int) -> None:
+        """Copy one page over all layers (copy-on-write of a shared page)."""
+
+    def plan(self, batch: Batch, shape: KvShape, num_heads: int) -> Any:
+        """Split a batch over the workers, once a sweep; passed back as `plan` below."""
+
+    # ---- inside run(body), by every worker -------------------------------------------------
+
+    def embed(self, worker: int, plan: Any, weight: PackedMatrix, token_ids: Int32,
+              out: Float32) -> None:
+        """out[t] = row token_ids[t] of weight, dequantised; out: (num_tokens, hidden)."""
+
+    def rms_norm(self, worker: int, plan: Any, x: Float32, weight: Float32, eps: float,
+                 out: Float32) -> None:
+        """out = x / sqrt(mean(x²) + eps) * weight, per token (Zhang & Sennrich 2019)."""
+
+    def matmul(self, worker: int, plan: Any, x: Float32, weight: PackedMatrix, out: Float32,
+               *, bias: Float32 | None = None, accumulate: bool = False) -> None:
+        """out = x · weightᵀ (+ bias), or out += x · weightᵀ where `accumulate`.
+
+        x: (num_tokens, num_inputs); out: (num_tokens, num_outputs); bias: (num_outputs,)
+        """
+
+    def rope_store(self, worker: int, plan: Any, qkv: Float32, head: HeadParams, rope: Rope,
+                   batch: Batch, pool: KvPool, layer: int, q: Float32) -> None:
+        """Normalise (where asked) and rotate q and k, put q into `q`, k and v into the pool.
+
+        qkv: (num_tokens, num_heads·key_length + num_kv_heads·(key_length + value_length))
+        q: (num_tokens, num_heads·key_length)
+        """
+
+    def attention(self, worker: int, plan: Any, q: Float32, head: HeadParams, batch: Batch,
+                  pool: KvPool, layer: int, out: Float32) -> None:
+        """Causal attention of each token over its row's positions [0, position].
+
+        Scaled by key_length^-1/2; out: (num_tokens, num_heads·value_length).
+        """
+
+    def swiglu(self, worker: int, plan: Any, gate_up: Float32, out: Float32) -> None:
+        """out = silu(gate) * up; gate_up: (num_tokens, 2·ffn), out: (num_tokens, ffn)."""
+
+    def head(self, worker: int, plan: Any, x: Float32, norm: Float32, eps: float,
+             weight: PackedMatrix, logit_indices: Int32, normed: Float32,
+             logits: Float32) -> None:
+        """logits = rms_norm(x[logit_indices]) · weightᵀ; normed: (num_logits, hidden) scratch."""
