@@ -1,0 +1,31 @@
+"""What this process may use: memory that is free, and cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def _cgroup_free_nbytes() -> int | None:
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(0, int(limit) - used)
+
+
+def free_memory_nbytes() -> int:
+    """Memory that can be taken without swapping: the system's, or the control group's if less."""
+    available = int(psutil.virtual_memory().available)
+    limited = _cgroup_free_nbytes()
+    return available if limited is None else min(available, limited)
+
+
+def usable_cores() -> int:
+    """Cores that the scheduler lets this process run on."""
+    return len(os.sched_getaffinity(0))

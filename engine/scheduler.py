@@ -1,0 +1,59 @@
+"""What a sweep carries: admission and composition, as pure functions of the rows' progress.
+
+Rows join and leave at sweep boundaries. A sweep holds the next token of every decoding row, then
+prefill chunks in order of admission, up to its token budget; nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a row on board stands: `computed` of its `known` tokens are in the KV cache."""
+
+    slot: int
+    known: int
+    computed: int
+
+    @property
+    def pending(self) -> int:
+        return self.known - self.computed
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [begin, end) of the row in `slot`; logits are wanted where they reach its end."""
+
+    slot: int
+    begin: int
+    end: int
+    wants_logits: bool
+
+
+def compose_sweep(rows: Iterable[Progress], token_budget: int) -> list[Chunk]:
+    """Choose the tokens of one sweep.
+
+    rows: in order of admission; at most `token_budget` of them have one token pending
+    Returns chunks that hold `token_budget` tokens at most, decoding rows first.
+    """
+    rows = list(rows)
+    decoding = [row for row in rows if row.pending == 1]
+    prefilling = [row for row in rows if row.pending > 1]
+    chunks: list[Chunk] = []
+    budget = token_budget
+    for row in decoding + prefilling:
+        num_tokens = min(row.pending, budget)
+        if num_tokens == 0:
+            break
+        end = row.computed + num_tokens
+        chunks.append(Chunk(row.slot, row.computed, end, wants_logits=end == row.known))
+        budget -= num_tokens
+    return chunks
+
+
+def admission_budget(rows: Iterable[Progress], token_budget: int) -> int:
+    """Tokens that a sweep has left for rows not yet on board."""
+    return max(0, token_budget - sum(row.pending for row in rows))
