@@ -1,0 +1,328 @@
+"""The engine: rows in, finished rows out, one sweep at a time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.chat import ChatTemplate, chat_template_of
+from engine.gguf_file import GgufFile
+from engine.hparams import check_tensors, read_hparams
+from engine.kv_cache import KvCache, pages_for
+from engine.machine import free_memory_nbytes, usable_cores
+from engine.model import Model, kv_shape
+from engine.planner import plan_memory
+from engine.requests import EngineConfig, FinishedRow, Request, RowError
+from engine.rows import ActiveRow, failed_row
+from engine.sampler import choose, validate_params
+from engine.scheduler import Chunk, admission_budget, compose_sweep
+from engine.tokenizer import Tokenizer
+from engine.weights import WeightLoader, expanded_nbytes, stored_nbytes
+from kernels.ops import Batch, Float32, KvType, Ops
+from nvme import Reader, open_reader
+
+
+@dataclass(slots=True)
+class Totals:
+    """What an engine has done since it was loaded."""
+
+    num_sweeps: int = 0
+    num_rows: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    sweep_s: float = 0.0
+
+
+def default_ops(num_threads: int | None) -> Ops:
+    from kernels.cpu import CpuOps
+
+    return CpuOps(num_threads or usable_cores())
+
+
+class Engine:
+    """Runs many rows through one model.
+
+    model: GGUF file; of a split one, the first shard
+    config: budgets and layouts
+    ops: compute backend; None makes the CPU backend
+    reader_factory: opens a reader on the model's files; None takes the mmap reader
+    progress: called as (layers loaded, layers) while loading
+
+    Raises GgufError, UnsupportedModelError, TokenizerError, MemoryBudgetError, ReadError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        ops: Ops | None = None,
+        reader_factory: Callable[[Sequence[Path]], Reader] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        started = time.perf_counter()
+        file = GgufFile.open(Path(model))
+        self.hparams = read_hparams(file)
+        check_tensors(file, self.hparams)
+        self.tokenizer = Tokenizer.from_gguf(file, pre_tokenizer=self.config.pre_tokenizer)
+        self.chat_template: ChatTemplate | None = chat_template_of(file, self.tokenizer)
+        self._ops = ops or default_ops(self.config.num_threads)
+        compiled = time.perf_counter()
+        shape = kv_shape(self.hparams)
+        self.plan = plan_memory(
+            self.hparams,
+            self.config,
+            stored_nbytes=stored_nbytes(file),
+            expanded_nbytes=expanded_nbytes(file),
+            page_nbytes=self._ops.kv_page_nbytes(shape, self.config.kv_type),
+            free_nbytes=free_memory_nbytes(),
+        )
+        reader = reader_factory(file.paths) if reader_factory else open_reader("mmap", file.paths)
+        self._reader_name = reader.name
+        try:
+            loader = WeightLoader(file, reader, self._ops, expand=self.plan.expand)
+            self._model = Model(
+                self.hparams,
+                loader.load(self.hparams, progress),
+                self._ops,
+                max_tokens=self.plan.sweep_tokens,
+                freq_factors=loader.vector_or_none("rope_freqs.weight"),
+            )
+        finally:
+            reader.close()
+        pool = self._ops.kv_pool(shape, num_pages=self.plan.kv_pages, kv_type=self.config.kv_type)
+        self._cache = KvCache(self.plan.kv_pages, self._ops, pool)
+        self._waiting: deque[Request] = deque()
+        self._rejected: list[FinishedRow] = []
+        self._running: dict[int, ActiveRow] = {}
+        self._free_slots = list(range(self.plan.sweep_tokens - 1, -1, -1))
+        most_pages = min(pages_for(self.context_length), self.plan.kv_pages)
+        self._page_table = np.full((self.plan.sweep_tokens, most_pages), -1, np.int32)
+        self.totals = Totals()
+        self._load_s = {
+            "open_s": round(compiled - started, 3),
+            "weights_s": round(time.perf_counter() - compiled, 3),
+        }
+
+    # ---- facts ---------------------------------------------------------------------------
+
+    @property
+    def context_length(self) -> int:
+        return self.hparams.context_length
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows added that are not on board yet."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Rows on board."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting or self._rejected)
+
+    def record(self) -> dict[str, Any]:
+        """What this engine runs on and with, as plain JSON values."""
+        return {
+            "device": self._ops.name,
+            "num_threads": self._ops.num_workers,
+            "reader": self._reader_name,
+            "architecture": self.hparams.architecture,
+            "weight_layout": self._model.weights.layers[0].qkv.layout,
+            "kv_type": self.config.kv_type,
+            "context_length": self.context_length,
+            **asdict(self.plan),
+            **self._load_s,
+        }
+
+    # ---- rows ----------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a row. One that cannot run comes back from `sweep` as an error row."""
+        try:
+            self._check(request)
+        except RowError as error:
+            self._rejected.append(failed_row(request, error))
+        else:
+            self._waiting.append(request)
+
+    def sweep(self) -> list[FinishedRow]:
+        """Admit what fits, run one pass over all layers, and return the rows that ended."""
+        finished, self._rejected = self._rejected, []
+        self._admit()
+        rows = (row.progress() for row in self._running.values())
+        chunks = compose_sweep(rows, self.plan.sweep_tokens)
+        if chunks:
+            started = time.perf_counter()
+            finished += self._run(chunks)
+            self.totals.sweep_s += time.perf_counter() - started
+            self.totals.num_sweeps += 1
+        self.totals.num_rows += len(finished)
+        return finished
+
+    def cancel_all(self) -> int:
+        """Drop all rows, on board and waiting; returns how many."""
+        dropped = len(self._running) + len(self._waiting) + len(self._rejected)
+        for slot in list(self._running):
+            self._leave(slot)
+        self._waiting.clear()
+        self._rejected.clear()
+        return dropped
+
+    def logits(self, token_ids: Sequence[int], kv_type: KvType = "f32") -> Float32:
+        """Logits after each of `token_ids`, with a KV cache of its own.
+
+        Returns (num_tokens, vocab_size) float32.
+        """
+        ids = np.asarray(token_ids, np.int32)
+        num_pages = pages_for(len(ids))
+        pool = self._ops.kv_pool(kv_shape(self.hparams), num_pages=num_pages, kv_type=kv_type)
+        out = np.empty((len(ids), self.hparams.vocab_size), np.float32)
+        step = self.plan.sweep_tokens
+        for begin in range(0, len(ids), step):
+            chunk = ids[begin : begin + step]
+            n = len(chunk)
+            batch = Batch(
+                token_ids=chunk,
+                positions=np.arange(begin, begin + n, dtype=np.int32),
+                rows=np.zeros(n, np.int32),
+                page_table=np.arange(num_pages, dtype=np.int32)[None],
+                segments=np.array([[0, n]], np.int32),
+                logit_indices=np.arange(n, dtype=np.int32),
+            )
+            out[begin : begin + n] = self._model.forward(batch, pool)
+        return out
+
+    def close(self) -> None:
+        """Stop the backend's workers. Idempotent."""
+        self._ops.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- one sweep -----------------------------------------------------------------------
+
+    def _check(self, request: Request) -> None:
+        num_prompt = len(request.token_ids)
+        if num_prompt == 0:
+            raise RowError("empty_prompt", "the prompt has no tokens")
+        if num_prompt >= self.context_length:
+            raise RowError(
+                "context_length_exceeded",
+                f"the prompt has {num_prompt} tokens; the context window holds "
+                f"{self.context_length} and one must be left for the answer",
+            )
+        if request.token_ids.min() < 0 or request.token_ids.max() >= self.hparams.vocab_size:
+            raise RowError(
+                "invalid_prompt",
+                f"token ids reach from {request.token_ids.min()} to {request.token_ids.max()}; "
+                f"the model has ids 0 to {self.hparams.vocab_size - 1}",
+            )
+        validate_params(request.params, self.tokenizer.num_tokens)
+        need, have = pages_for(self._most_stored(request)), self.plan.kv_pages
+        if need > have:
+            raise RowError(
+                "kv_cache_exceeded",
+                f"the row may need {need} KV pages (prompt {num_prompt} + max_tokens "
+                f"{request.params.max_tokens}), the whole cache has {have}; "
+                "raise --kv-memory or lower max_tokens",
+            )
+
+    def _most_new(self, request: Request) -> int:
+        return min(request.params.max_tokens, self.context_length - len(request.token_ids))
+
+    def _most_stored(self, request: Request) -> int:
+        # The last token generated is never fed back, so it takes no place in the cache.
+        return len(request.token_ids) + self._most_new(request) - 1
+
+    def _admit(self) -> None:
+        budget = admission_budget(
+            (row.progress() for row in self._running.values()), self.plan.sweep_tokens
+        )
+        while self._waiting and self._free_slots and budget > 0:
+            request = self._waiting[0]
+            kv = self._cache.open_row(self._most_stored(request))
+            if kv is None:
+                return
+            self._waiting.popleft()
+            slot = self._free_slots.pop()
+            self._running[slot] = ActiveRow(
+                request,
+                slot=slot,
+                kv=kv,
+                max_new_tokens=self._most_new(request),
+                eog_ids=self.tokenizer.eog_ids,
+                token_bytes=self.tokenizer.token_bytes,
+            )
+            self.totals.prompt_tokens += len(request.token_ids)
+            budget -= len(request.token_ids)
+
+    def _run(self, chunks: list[Chunk]) -> list[FinishedRow]:
+        for chunk in chunks:
+            kv = self._running[chunk.slot].kv
+            self._cache.extend(kv, chunk.end - chunk.begin)
+            self._page_table[chunk.slot, : len(kv.pages)] = kv.pages
+        pool = self._cache.pool
+        assert pool is not None
+        logits = self._model.forward(self._batch(chunks), pool)
+        rows = [self._running[chunk.slot] for chunk in chunks if chunk.wants_logits]
+        chosen = choose(
+            logits,
+            [row.sampler for row in rows],
+            num_tokens=self.tokenizer.num_tokens,
+            ops=self._ops,
+        )
+        finished = []
+        for row, choice in zip(rows, chosen, strict=True):
+            ended = row.fail(choice) if isinstance(choice, RowError) else row.accept(choice)
+            self.totals.completion_tokens += not isinstance(choice, RowError)
+            if ended is not None:
+                finished.append(ended)
+                self._leave(row.slot)
+        return finished
+
+    def _batch(self, chunks: list[Chunk]) -> Batch:
+        lengths = np.array([chunk.end - chunk.begin for chunk in chunks], np.int32)
+        ends = np.cumsum(lengths, dtype=np.int32)
+        tokens = [self._running[chunk.slot].chunk_tokens(chunk) for chunk in chunks]
+        positions = [np.arange(chunk.begin, chunk.end, dtype=np.int32) for chunk in chunks]
+        slots = np.array([chunk.slot for chunk in chunks], np.int32)
+        wanted = np.array([chunk.wants_logits for chunk in chunks], bool)
+        return Batch(
+            token_ids=np.concatenate(tokens),
+            positions=np.concatenate(positions),
+            rows=np.repeat(slots, lengths),
+            page_table=self._page_table,
+            segments=np.stack([ends - lengths, ends], axis=1),
+            logit_indices=ends[wanted] - 1,
+        )
+
+    def _leave(self, slot: int) -> None:
+        row = self._running.pop(slot)
+        self._cache.close_row(row.kv)
+        self._free_slots.append(slot)
+
+
+def token_array(token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Token ids as a request wants them."""
+    return np.asarray(token_ids, np.int32)
