@@ -1,0 +1,263 @@
+"""Keyword options, as people give them, to a JobSpec; every contradiction among them by name."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from engine import EngineConfig, SamplingParams
+from jobs.records import JobSpec, SpecError
+
+SAMPLING_OPTIONS = tuple(f.name for f in fields(SamplingParams) if f.name != "seed")
+ENGINE_OPTIONS = {
+    "kv_type": "kv_type",
+    "kv_memory": "kv_memory_nbytes",
+    "sweep_tokens": "sweep_tokens",
+    "expand": "expand",
+    "threads": "num_threads",
+    "pre_tokenizer": "pre_tokenizer",
+}
+JOB_OPTIONS = (
+    "output",
+    "prompt_column",
+    "messages_column",
+    "prompt_template",
+    "chat",
+    "system",
+    "chat_template",
+    "template_kwargs",
+    "param_columns",
+    "keep",
+    "output_prefix",
+    "limit",
+    "truncate",
+    "seed",
+    "device",
+)
+KNOWN_OPTIONS = (*JOB_OPTIONS, *ENGINE_OPTIONS, *SAMPLING_OPTIONS)
+
+CHOICES = {
+    "truncate": ("left", "right"),
+    "device": ("auto", "cpu", "gpu"),
+    "kv_type": ("f32", "f16"),
+    "expand": ("auto", "never", "always"),
+}
+_AT_LEAST_ONE = ("limit", "sweep_tokens", "threads")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b|)\s*", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base ** (power + 1)
+    for power, prefix in enumerate("kmgt")
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def build_spec(input: str | Path, *, model: str | Path, **options: Any) -> JobSpec:
+    """Build the spec of a job from the options of `ntx-batch submit`, dashes as underscores.
+
+    input, model: paths; the spec holds them absolute
+    options: any of KNOWN_OPTIONS; None is the same as leaving it out
+
+    Raises SpecError: an unknown option, a value of the wrong kind, or two that exclude each other.
+    """
+    _refuse_unknown(options)
+    given = {name: _parse(name, value) for name, value in options.items() if value is not None}
+    engine = {ENGINE_OPTIONS[name]: given.pop(name) for name in ENGINE_OPTIONS if name in given}
+    params = {name: given.pop(name) for name in SAMPLING_OPTIONS if name in given}
+    spec = JobSpec(
+        input=os.path.abspath(input),
+        model=os.path.abspath(model),
+        params=SamplingParams(**params),
+        engine=EngineConfig(**engine),
+        **given,
+    )
+    _refuse_contradictions(spec)
+    return spec
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of "8GiB", "500MB" or "4096"; KiB to TiB are powers of 1024, KB to TB of 1000."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = _SIZE.fullmatch(str(text))
+    if match is None:
+        raise SpecError(f"{text!r} is not a size; write it like 8GiB, 500MB or 4096 (bytes)")
+    number, unit = match.groups()
+    return int(float(number) * _UNITS[unit.lower()])
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ ", did you mean X?" for a name close to a known one, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in KNOWN_OPTIONS:
+            raise SpecError(f"there is no option {name}{nearest(name, KNOWN_OPTIONS)}")
+
+
+def _parse(name: str, value: Any) -> Any:
+    if name in CHOICES:
+        return _choice(name, value)
+    if name in _PARSERS:
+        return _PARSERS[name](name, value)
+    return value
+
+
+def _choice(name: str, value: Any) -> str:
+    if value not in CHOICES[name]:
+        raise SpecError(f"{name} is one of {', '.join(CHOICES[name])}, not {value!r}")
+    return str(value)
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise SpecError(f"{name} is a whole number, not {value!r}")
+    if name in _AT_LEAST_ONE and int(value) < 1:
+        raise SpecError(f"{name} is at least 1, not {value}")
+    return int(value)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise SpecError(f"{name} is a number, not {value!r}")
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise SpecError(f"{name} is true or false, not {value!r}")
+    return value
+
+
+def _path(name: str, value: Any) -> str:
+    return str(os.path.abspath(value))
+
+
+def _nbytes(name: str, value: Any) -> int:
+    nbytes = parse_size(value)
+    if nbytes < 1:
+        raise SpecError(f"{name} is more than 0 bytes, not {value!r}")
+    return nbytes
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else tuple(value)
+    for text in texts:
+        if not isinstance(text, str):
+            raise SpecError(f"{name} holds texts, not {text!r}")
+    return texts
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    """Column names, from a list or from "a,b"."""
+    names = _texts(name, value.split(",") if isinstance(value, str) else value)
+    return tuple(column.strip() for column in names if column.strip())
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Token ids, from a list or from "2,5"."""
+    items: Sequence[Any] = value.split(",") if isinstance(value, str) else value
+    try:
+        return tuple(int(item) for item in items)
+    except (TypeError, ValueError):
+        raise SpecError(f"{name} is a list of token ids such as 2,5, not {value!r}") from None
+
+
+def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    """(token id, value) pairs, from a mapping, from pairs, or from JSON '{"5": -2.5}'."""
+    pairs = _json_object(name, value) if isinstance(value, str) else value
+    items = pairs.items() if isinstance(pairs, Mapping) else pairs
+    try:
+        return tuple((int(token_id), float(bias)) for token_id, bias in items)
+    except (TypeError, ValueError):
+        raise SpecError(
+            f'{name} maps token ids to numbers like {{"5": -2.5}}, not {value!r}'
+        ) from None
+
+
+def _json_object(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    try:
+        parsed = json.loads(value)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"{name} is not JSON: {error}; given was {value!r}") from None
+    if not isinstance(parsed, dict):
+        raise SpecError(f'{name} is a JSON object like {{"key": 1}}, not {value!r}')
+    return parsed
+
+
+def _template(name: str, value: Any) -> str:
+    """Template text: a path object or "@FILE" is read, anything else is the text itself."""
+    if isinstance(value, str) and not value.startswith("@"):
+        return value
+    path = Path(value[1:] if isinstance(value, str) else value)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{name}: cannot read {path}: {error}") from None
+
+
+_PARSERS: dict[str, Callable[[str, Any], Any]] = {
+    "output": _path,
+    "prompt_template": _template,
+    "chat": _flag,
+    "chat_template": _template,
+    "template_kwargs": _json_object,
+    "param_columns": _names,
+    "keep": _names,
+    "limit": _integer,
+    "seed": _integer,
+    "kv_memory": _nbytes,
+    "sweep_tokens": _integer,
+    "threads": _integer,
+    "max_tokens": _integer,
+    "min_tokens": _integer,
+    "temperature": _number,
+    "top_k": _integer,
+    "top_p": _number,
+    "min_p": _number,
+    "repetition_penalty": _number,
+    "presence_penalty": _number,
+    "frequency_penalty": _number,
+    "stop": _texts,
+    "stop_token_ids": _token_ids,
+    "include_stop": _flag,
+    "ignore_eos": _flag,
+    "logit_bias": _logit_bias,
+    "logprobs": _integer,
+}
+
+
+def _refuse_contradictions(spec: JobSpec) -> None:
+    sources = ("prompt_column", "messages_column", "prompt_template")
+    chosen = [name for name in sources if getattr(spec, name) is not None]
+    if len(chosen) > 1:
+        raise SpecError(f"{' and '.join(chosen)} exclude each other: give the one to use")
+    if spec.messages_column is not None and spec.chat:
+        raise SpecError(
+            "chat wraps plain prompts; messages use the chat template anyway: drop chat"
+        )
+    if spec.system is not None and not spec.chat:
+        raise SpecError("system is the system message that chat puts before a prompt: add chat")
+    if spec.device == "gpu":
+        raise SpecError("the CUDA backend is not in this version: use device cpu or auto")
+    _refuse_unknown_params(spec.param_columns)
+
+
+def _refuse_unknown_params(columns: tuple[str, ...]) -> None:
+    known = (*SAMPLING_OPTIONS, "seed", "sampling_params")
+    for column in columns:
+        if column not in known:
+            raise SpecError(
+                f"param_columns: {column} is not a sampling parameter{nearest(column, known)}"
+            )
