@@ -1,11 +1,12 @@
 """The job layer's contract: jobs, shards, batches of finished rows, parts, and the error tree.
 
-    JobError
-    ├── JobNotFoundError       no job, or several, match an id prefix
-    ├── SpecError              a job's spec contradicts itself, its model or its input
-    ├── DatasetError           the input cannot be read as rows
-    ├── ResultsError           the results folder cannot be used, or a part is not ours
-    └── RunnerError            the runner cannot start or is not the one asked for
+JobError
+├── JobNotFoundError       no job, or several, match an id prefix
+├── SpecError              a job's spec contradicts itself, its model or its input
+├── DatasetError           the input cannot be read as rows
+├── ResultsError           the results folder cannot be used, or a part is not ours
+├── RunnerError            the runner cannot start or is not the one asked for
+└── StoreError             the state database refuses, is damaged, or is of a later version
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from typing import Any, Literal
 
 from engine import EngineConfig, SamplingParams
 
-JobState = Literal[
-    "queued", "running", "paused", "interrupted", "completed", "failed", "cancelled"
-]
+JobState = Literal["queued", "running", "paused", "interrupted", "completed", "failed", "cancelled"]
+JobRequest = Literal["pause", "cancel"]
 FINAL_STATES: tuple[JobState, ...] = ("completed", "failed", "cancelled")
 
 
@@ -44,6 +44,10 @@ class ResultsError(JobError):
 
 class RunnerError(JobError):
     """The runner cannot start, stop, or be reached."""
+
+
+class StoreError(JobError):
+    """The state database cannot do what was asked; says which database and why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +125,7 @@ class Manifest:
 class Job:
     """A job as the store knows it. Times are Unix seconds.
 
+    request: what a client asks of the runner that runs the job
     total: rows of the job; None until known
     num_ok, num_error: rows finished so far
     record: what the engine reported: device, threads, layouts, rates, predicted and achieved
@@ -135,6 +140,7 @@ class Job:
     started_at: float | None = None
     finished_at: float | None = None
     reason: str | None = None
+    request: JobRequest | None = None
     total: int | None = None
     num_ok: int = 0
     num_error: int = 0
@@ -207,3 +213,44 @@ class Part:
     name: str
     state: Literal["publishing", "committed"]
     num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpoolSize:
+    """What is finished and in no part yet. oldest_at: Unix seconds; None where there is nothing"""
+
+    nbytes: int
+    num_rows: int
+    oldest_at: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedRows:
+    """Where a job's finished rows are at one instant: each is in one part or in one blob.
+
+    parts: committed ones
+    blobs: Arrow IPC streams of the rows in no committed part
+    """
+
+    job: Job
+    parts: tuple[Part, ...]
+    blobs: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerInfo:
+    """The process that last said it is the runner. It informs; the lock on runner.lock decides.
+
+    pid_start_time: as in processes.ProcessId
+    environment: variables that jobs of this runner run under
+    started_at, heartbeat_at: Unix seconds
+    """
+
+    pid: int
+    pid_start_time: float
+    boot_id: str
+    host: str
+    state: Literal["running", "stopping"]
+    environment: Mapping[str, str]
+    started_at: float
+    heartbeat_at: float

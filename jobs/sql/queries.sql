@@ -1,0 +1,174 @@
+-- insert_job --
+-- Add a job to the end of the queue.
+INSERT INTO job (id, state, spec, manifest, environment, results_dir, created_at, total)
+VALUES (:id, 'queued', :spec, :manifest, :environment, :results_dir, :now, :total);
+
+-- select_job --
+-- One job by its whole id.
+SELECT * FROM job WHERE id = :id;
+
+-- select_jobs_by_prefix --
+-- Jobs whose id begins with a prefix, oldest first.
+SELECT * FROM job WHERE substr(id, 1, length(:prefix)) = :prefix ORDER BY num;
+
+-- select_jobs --
+-- Every job, oldest first.
+SELECT * FROM job ORDER BY num;
+
+-- select_folder_owner --
+-- The job that a results folder belongs to.
+SELECT id FROM job WHERE results_dir = :results_dir;
+
+-- claim_job --
+-- Take the oldest waiting job, unless another process does so first.
+UPDATE job
+SET state = 'running', reason = NULL, request = NULL, attempt = attempt + 1, finished_at = NULL,
+    started_at = coalesce(started_at, :now)
+WHERE num = (
+    SELECT min(num) FROM job WHERE state IN ('queued', 'interrupted')
+)
+RETURNING *;
+
+-- mark_interrupted --
+-- A new runner starts: what was running has no runner any more.
+UPDATE job SET state = 'interrupted', reason = 'its runner ended without finishing it'
+WHERE state = 'running'
+RETURNING id;
+
+-- set_state --
+-- Move a job to a state, if it is in one that leads there.
+UPDATE job
+SET state = :state, reason = :reason, request = NULL,
+    finished_at = iif(:final, :now, NULL)
+WHERE id = :id AND state IN (SELECT value FROM json_each(:from_states))
+RETURNING id;
+
+-- set_request --
+-- Ask the runner to pause or cancel a running job; a waiting one changes at once.
+UPDATE job
+SET request = iif(state = 'running', :request, NULL),
+    finished_at = iif(state != 'running' AND :request = 'cancel', :now, finished_at),
+    state = CASE
+        WHEN state = 'running' THEN state
+        WHEN :request = 'cancel' THEN 'cancelled'
+        ELSE 'paused'
+    END
+WHERE id = :id AND (
+    state IN ('queued', 'running', 'interrupted') OR (state = 'paused' AND :request = 'cancel')
+)
+RETURNING id;
+
+-- set_total --
+-- The number of rows has become known.
+UPDATE job SET total = :total WHERE id = :id RETURNING id;
+
+-- set_record --
+-- Replace what the engine reported.
+UPDATE job SET record = :record WHERE id = :id RETURNING id;
+
+-- add_counts --
+-- Count newly finished rows.
+UPDATE job
+SET num_ok = num_ok + :num_ok, num_error = num_error + :num_error,
+    prompt_tokens = prompt_tokens + :prompt_tokens,
+    completion_tokens = completion_tokens + :completion_tokens
+WHERE id = :id
+RETURNING num_ok + num_error AS num_finished;
+
+-- insert_spool_batch --
+-- Keep a batch of finished rows.
+INSERT INTO spool_batch (job_id, num_rows, created_at, ipc)
+VALUES (:job_id, :num_rows, :now, :ipc);
+
+-- insert_spool_row --
+-- Keep the key of one finished row; refused when it is there.
+INSERT INTO spool_row (job_id, row_index, sample_index, batch_id)
+VALUES (:job_id, :row_index, :sample_index, :batch_id);
+
+-- select_spool_rows --
+-- Keys of the spool's rows within a range of rows.
+SELECT row_index, sample_index FROM spool_row
+WHERE job_id = :job_id AND row_index >= :begin AND row_index < :end
+ORDER BY row_index, sample_index;
+
+-- select_part_keys --
+-- Packed keys of the committed parts that reach into a range of rows.
+SELECT row_keys FROM part
+WHERE job_id = :job_id AND state = 'committed' AND first_row < :end AND last_row >= :begin
+ORDER BY number;
+
+-- select_spool_size --
+-- Bytes, rows and age of what no part has taken yet.
+SELECT coalesce(sum(length(ipc)), 0) AS nbytes, coalesce(sum(num_rows), 0) AS num_rows,
+    min(created_at) AS oldest_at
+FROM spool_batch WHERE job_id = :job_id AND part_number IS NULL;
+
+-- select_spool_blobs --
+-- Rows that are in no committed part, in the order they came.
+SELECT ipc FROM spool_batch WHERE job_id = :job_id ORDER BY id;
+
+-- select_part_blobs --
+-- Rows that a part has taken, in the order they came.
+SELECT ipc FROM spool_batch WHERE job_id = :job_id AND part_number = :number ORDER BY id;
+
+-- select_next_part_number --
+-- Parts are numbered from 0 without gaps.
+SELECT coalesce(max(number) + 1, 0) AS number FROM part WHERE job_id = :job_id;
+
+-- insert_part --
+-- Announce a part before its file can exist.
+INSERT INTO part (job_id, number, name, state, num_rows, first_row, last_row, row_keys)
+VALUES (:job_id, :number, :name, 'publishing', :num_rows, :first_row, :last_row, :row_keys);
+
+-- take_spool_batches --
+-- Give a part every batch that no other part has.
+UPDATE spool_batch SET part_number = :number WHERE job_id = :job_id AND part_number IS NULL;
+
+-- select_untaken_rows --
+-- Keys of the rows that no part has taken.
+SELECT row_index, sample_index
+FROM spool_batch JOIN spool_row ON spool_row.batch_id = spool_batch.id
+WHERE spool_batch.job_id = :job_id AND part_number IS NULL
+ORDER BY row_index, sample_index;
+
+-- select_parts --
+-- The parts of a job.
+SELECT number, name, state, num_rows FROM part WHERE job_id = :job_id ORDER BY number;
+
+-- commit_part --
+-- The part's file is published.
+UPDATE part SET state = 'committed'
+WHERE job_id = :job_id AND number = :number AND state = 'publishing'
+RETURNING number;
+
+-- delete_part_batches --
+-- Forget the spool rows of a part (their keys go with them).
+DELETE FROM spool_batch WHERE job_id = :job_id AND part_number = :number;
+
+-- set_runner --
+-- Say which process is the runner.
+INSERT OR REPLACE INTO runner
+    (id, pid, pid_start_time, boot_id, host, state, environment, started_at, heartbeat_at)
+VALUES (1, :pid, :pid_start_time, :boot_id, :host, 'running', :environment, :now, :now);
+
+-- set_heartbeat --
+-- The runner lives.
+UPDATE runner SET heartbeat_at = :now WHERE pid = :pid;
+
+-- select_runner --
+-- The runner that last said it runs.
+SELECT * FROM runner;
+
+-- set_stopping --
+-- The runner claims no more jobs.
+UPDATE runner SET state = 'stopping';
+
+-- stop_if_idle --
+-- The runner claims no more jobs, if none waits and none runs.
+UPDATE runner SET state = 'stopping'
+WHERE NOT EXISTS (SELECT 1 FROM job WHERE state IN ('queued', 'running', 'interrupted'))
+RETURNING id;
+
+-- delete_runner --
+-- The runner has ended in good order.
+DELETE FROM runner WHERE pid = :pid;

@@ -1,0 +1,578 @@
+"""The state of all jobs in SQLite: jobs, finished rows on their way to parts, parts, the runner.
+
+Many processes read; clients write jobs and requests; the runner alone writes progress. Each write
+is one transaction that begins with BEGIN IMMEDIATE: a plain BEGIN that turns into a write fails at
+once under contention, whatever the timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jobs.records import (
+    FINAL_STATES,
+    FinishedRows,
+    Job,
+    JobNotFoundError,
+    JobRequest,
+    JobSpec,
+    JobState,
+    Manifest,
+    Part,
+    ResultsError,
+    RowBatch,
+    RunnerInfo,
+    SpoolSize,
+    StoreError,
+)
+from jobs.specs import manifest_from_json, manifest_to_json, spec_from_json, spec_to_json
+from jobs.sql import QUERIES, SCHEMA, STEPS
+
+BUSY_TIMEOUT_S = 60.0
+WAL_KEPT_NBYTES = 64 << 20
+MAX_ROW_INDEX = (1 << 63) - 1
+
+# The states from which a job may come to each state; schema.sql says when.
+FROM_STATES: Mapping[JobState, tuple[JobState, ...]] = {
+    "queued": ("paused", "failed", "cancelled"),
+    "running": ("queued", "interrupted"),
+    "paused": ("queued", "running", "interrupted"),
+    "interrupted": ("running",),
+    "completed": ("running",),
+    "failed": ("running",),
+    "cancelled": ("queued", "running", "paused", "interrupted"),
+}
+
+_ID_DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: no i, l, o, u
+
+
+class JobStore:
+    """One connection to the state database, created or brought up to date where needed.
+
+    Use it in the thread that made it; other threads and processes open their own.
+
+    path: the database file; its folder must exist
+    clock: Unix seconds
+
+    Raises StoreError: the database cannot be opened or is of a later version.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.path = Path(path)
+        self._clock = clock
+        with self._errors("cannot be opened"):
+            self._db = sqlite3.connect(self.path, timeout=busy_timeout_s, isolation_level=None)
+        self._db.row_factory = sqlite3.Row
+        try:
+            with self._errors("cannot be opened"):
+                self._set_up(busy_timeout_s)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> JobStore:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Jobs
+
+    def create_job(
+        self,
+        spec: JobSpec,
+        manifest: Manifest,
+        environment: Mapping[str, str],
+        results_dir: str | Path | None = None,
+    ) -> Job:
+        """Put a job at the end of the queue; its results folder is its own from here on.
+
+        environment: variables that the job needs in its runner
+        results_dir: None takes the spec's output, else jobs/<id>/results beside the database
+
+        Raises ResultsError: the folder belongs to another job.
+        """
+        job_id = new_job_id(self._clock())
+        chosen = results_dir or spec.output or self.path.parent / "jobs" / job_id / "results"
+        folder = str(Path(chosen).resolve())
+        with self.atomic():
+            owner = self._row("select_folder_owner", results_dir=folder)
+            if owner is not None:
+                raise ResultsError(
+                    f"results folder {folder} belongs to job {owner['id']}; name another with -o"
+                )
+            self._run(
+                "insert_job",
+                id=job_id,
+                spec=spec_to_json(spec),
+                manifest=manifest_to_json(manifest),
+                environment=json.dumps(dict(environment), sort_keys=True),
+                results_dir=folder,
+                now=self._clock(),
+                total=_planned_rows(spec, manifest),
+            )
+            return self.job(job_id)
+
+    def job(self, job_id: str) -> Job:
+        """The job of this whole id. Raises JobNotFoundError."""
+        row = self._row("select_job", id=job_id)
+        if row is None:
+            raise JobNotFoundError(f"there is no job {job_id}; `ntx-batch list` shows all")
+        return _job(row)
+
+    def find_job(self, id_prefix: str) -> Job:
+        """The one job whose id begins with `id_prefix`, in either case of letters.
+
+        Raises JobNotFoundError: none does, or several do; it lists them.
+        """
+        prefix = id_prefix.strip().lower()
+        rows = self._rows("select_jobs_by_prefix", prefix=prefix) if prefix else []
+        if len(rows) == 1:
+            return _job(rows[0])
+        if not rows:
+            raise JobNotFoundError(f"there is no job {id_prefix!r}; `ntx-batch list` shows all")
+        matches = ", ".join(row["id"] for row in rows[-10:])
+        raise JobNotFoundError(f"{len(rows)} jobs begin with {id_prefix!r}, among them {matches}")
+
+    def list_jobs(self) -> list[Job]:
+        """Every job in the order of submission."""
+        return [_job(row) for row in self._rows("select_jobs")]
+
+    def claim_job(self) -> Job | None:
+        """Make the oldest queued or interrupted job running, for the caller; None if none waits.
+
+        Its attempt rises by one.
+        """
+        with self.atomic():
+            row = self._row("claim_job", now=self._clock())
+        return None if row is None else _job(row)
+
+    def mark_interrupted(self) -> list[str]:
+        """At the start of a runner: running jobs have lost theirs. Returns their ids."""
+        with self.atomic():
+            return [row["id"] for row in self._rows("mark_interrupted")]
+
+    def set_state(self, job_id: str, state: JobState, *, reason: str | None = None) -> None:
+        """Move a job to a state, with the reason for people; a request is thereby answered.
+
+        Raises StoreError: no way leads there from the state it is in.
+        """
+        with self.atomic():
+            moved = self._row(
+                "set_state",
+                id=job_id,
+                state=state,
+                reason=reason,
+                final=state in FINAL_STATES,
+                now=self._clock(),
+                from_states=json.dumps(FROM_STATES[state]),
+            )
+            if moved is None:
+                now_in = self.job(job_id).state
+                raise StoreError(f"job {job_id} is {now_in} and cannot become {state}")
+
+    def set_request(self, job_id: str, request: JobRequest) -> bool:
+        """Ask the runner to pause or cancel a job; one that waits changes at once.
+
+        Returns whether that could have an effect: False for a job that is over or is so already.
+        """
+        with self.atomic():
+            changed = self._row("set_request", id=job_id, request=request, now=self._clock())
+            return changed is not None or not self.job(job_id)
+
+    def set_total(self, job_id: str, total: int) -> None:
+        """Set the number of result rows that the job will have."""
+        with self.atomic():
+            self._must_change("set_total", job_id, total=total)
+
+    def set_record(self, job_id: str, record: Mapping[str, Any]) -> None:
+        """Replace the job's record; values must have a JSON form."""
+        with self.atomic():
+            self._must_change("set_record", job_id, record=json.dumps(dict(record)))
+
+    # Finished rows: first in the spool, then in parts
+
+    def commit_batch(self, job_id: str, batch: RowBatch) -> int:
+        """Keep finished rows for good, and count them, in one transaction.
+
+        Returns the number of rows of the job that are finished now.
+
+        Raises StoreError: one of the rows is finished already, or there are more than the total;
+            then nothing of the batch is kept.
+        """
+        with self.atomic():
+            self._refuse_published_rows(job_id, batch)
+            batch_id = self._run(
+                "insert_spool_batch",
+                job_id=job_id,
+                num_rows=len(batch.row_indices),
+                now=self._clock(),
+                ipc=batch.ipc,
+            ).lastrowid
+            for row, sample in zip(batch.row_indices, batch.sample_indices, strict=True):
+                self._insert_spool_row(job_id, row, sample, batch_id)
+            return self._count(job_id, batch)
+
+    def done_rows(
+        self, job_id: str, begin: int = 0, end: int = MAX_ROW_INDEX
+    ) -> npt.NDArray[np.int64]:
+        """Indices of the finished rows in [begin, end), ascending, one for each sample.
+
+        Memory is bounded by the range and by the parts that reach into it.
+        """
+        with self._snapshot():
+            rows = self._done_keys(job_id, begin, end)[:, 0]
+        return np.sort(rows[(rows >= begin) & (rows < end)])
+
+    def spool_size(self, job_id: str) -> SpoolSize:
+        """What is finished and in no part, not even a publishing one."""
+        row = self._row("select_spool_size", job_id=job_id)
+        assert row is not None
+        return SpoolSize(**dict(row))
+
+    def spool(self, job_id: str) -> list[bytes]:
+        """Arrow IPC streams of the rows in no committed part, in the order they came."""
+        return [row["ipc"] for row in self._rows("select_spool_blobs", job_id=job_id)]
+
+    def begin_part(self, job_id: str) -> tuple[Part, list[bytes]]:
+        """Announce the next part with all rows that no other has taken; they stay in the spool.
+
+        Part 0 is always empty: it shows the schema before there are rows.
+        Returns the part, `publishing`, and its rows as Arrow IPC streams.
+        """
+        with self.atomic():
+            number = self._one("select_next_part_number", job_id=job_id)
+            taken = self._rows("select_untaken_rows", job_id=job_id) if number else []
+            keys = _key_array(taken)
+            self._run(
+                "insert_part",
+                job_id=job_id,
+                number=number,
+                name=part_name(job_id, number),
+                num_rows=len(keys),
+                first_row=int(keys[0, 0]) if len(keys) else None,
+                last_row=int(keys[-1, 0]) if len(keys) else None,
+                row_keys=pack_keys(keys),
+            )
+            if number:
+                self._run("take_spool_batches", job_id=job_id, number=number)
+            return self._with_blobs(job_id, number)
+
+    def unfinished_parts(self, job_id: str) -> list[tuple[Part, list[bytes]]]:
+        """Parts announced and not committed, whose files may be there or not, with their rows."""
+        with self._snapshot():
+            publishing = [part for part in self.parts(job_id) if part.state == "publishing"]
+            return [self._with_blobs(job_id, part.number) for part in publishing]
+
+    def commit_part(self, job_id: str, number: int) -> None:
+        """The part's file is published: its rows leave the spool, in one transaction.
+
+        Raises StoreError: no such part is publishing.
+        """
+        with self.atomic():
+            if self._row("commit_part", job_id=job_id, number=number) is None:
+                raise StoreError(f"job {job_id} has no part {number} that is being published")
+            self._run("delete_part_batches", job_id=job_id, number=number)
+
+    def parts(self, job_id: str) -> list[Part]:
+        """All parts of a job by number."""
+        return [Part(**dict(row)) for row in self._rows("select_parts", job_id=job_id)]
+
+    def finished(self, job_id: str) -> FinishedRows:
+        """The job and where its finished rows are, as of one instant."""
+        with self._snapshot():
+            committed = tuple(part for part in self.parts(job_id) if part.state == "committed")
+            blobs = tuple(self.spool(job_id))
+            return FinishedRows(job=self.job(job_id), parts=committed, blobs=blobs)
+
+    # The runner
+
+    def set_runner(
+        self,
+        *,
+        pid: int,
+        pid_start_time: float,
+        boot_id: str,
+        host: str,
+        environment: Mapping[str, str],
+    ) -> None:
+        """Say that this process, which holds the lock, is the runner, and is not stopping."""
+        with self.atomic():
+            self._run(
+                "set_runner",
+                pid=pid,
+                pid_start_time=pid_start_time,
+                boot_id=boot_id,
+                host=host,
+                environment=json.dumps(dict(environment), sort_keys=True),
+                now=self._clock(),
+            )
+
+    def set_heartbeat(self, pid: int) -> None:
+        """Say that the runner of this pid lives."""
+        with self.atomic():
+            self._run("set_heartbeat", pid=pid, now=self._clock())
+
+    def runner(self) -> RunnerInfo | None:
+        """The runner that last said it runs; it may be dead."""
+        row = self._row("select_runner")
+        if row is None:
+            return None
+        values = {name: row[name] for name in row.keys() if name != "id"}  # noqa: SIM118
+        return RunnerInfo(**values | {"environment": json.loads(row["environment"])})
+
+    def set_stopping(self) -> None:
+        """The runner must not claim another job."""
+        with self.atomic():
+            self._run("set_stopping")
+
+    def stop_if_idle(self) -> bool:
+        """Find the queue empty and mark the runner stopping, as one step; False where it is not.
+
+        A submit commits its job first and then looks for a runner. So either this sees the job,
+        or the submit sees a runner that is stopping, and starts the next.
+        """
+        with self.atomic():
+            return self._row("stop_if_idle") is not None
+
+    def clear_runner(self, pid: int) -> None:
+        """The runner of this pid ends in good order."""
+        with self.atomic():
+            self._run("delete_runner", pid=pid)
+
+    # Transactions
+
+    @contextmanager
+    def atomic(self) -> Iterator[None]:
+        """All writes within happen, or none. Waits for other writers up to the busy timeout.
+
+        Raises StoreError: SQLite's own words and which database; nothing was written.
+        """
+        with self._errors("refuses a write"), self._transaction("BEGIN IMMEDIATE"):
+            yield
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[None]:
+        """All reads within see one state of the database."""
+        with self._errors("cannot be read"), self._transaction("BEGIN"):
+            yield
+
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[None]:
+        self._db.execute(begin)
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            # A full disk may have rolled back already.
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            name = getattr(error, "sqlite_errorname", type(error).__name__)
+            raise StoreError(f"state database {self.path} {what}: {error} ({name})") from error
+
+    def _run(self, query: str, **values: Any) -> sqlite3.Cursor:
+        return self._db.execute(QUERIES[query], values)
+
+    def _rows(self, query: str, **values: Any) -> list[sqlite3.Row]:
+        with self._errors("cannot be read"):
+            return self._run(query, **values).fetchall()
+
+    def _row(self, query: str, **values: Any) -> sqlite3.Row | None:
+        rows = self._rows(query, **values)
+        return rows[0] if rows else None
+
+    def _one(self, query: str, **values: Any) -> Any:
+        (row,) = self._rows(query, **values)
+        return row[0]
+
+    def _must_change(self, query: str, job_id: str, **values: Any) -> None:
+        if self._row(query, id=job_id, **values) is None:
+            self.job(job_id)
+
+    # Steps of the above
+
+    def _set_up(self, busy_timeout_s: float) -> None:
+        self._use_wal(busy_timeout_s)
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.execute("PRAGMA foreign_keys = ON")
+        self._db.execute(f"PRAGMA journal_size_limit = {WAL_KEPT_NBYTES}")
+        version = self._version()
+        if version > len(STEPS):
+            raise StoreError(
+                f"state database {self.path} has version {version}, this program knows up to "
+                f"{len(STEPS)}: use the newer ntx-batch that wrote it"
+            )
+        if version < len(STEPS):
+            migrate(self._db)
+
+    def _use_wal(self, timeout_s: float) -> None:
+        # NOTE: SQLite does not wait for others here, so several first openers would fail.
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+
+    def _version(self) -> int:
+        return int(self._db.execute("PRAGMA user_version").fetchone()[0])
+
+    def _insert_spool_row(
+        self, job_id: str, row_index: int, sample_index: int, batch_id: int | None
+    ) -> None:
+        try:
+            self._run(
+                "insert_spool_row",
+                job_id=job_id,
+                row_index=row_index,
+                sample_index=sample_index,
+                batch_id=batch_id,
+            )
+        except sqlite3.IntegrityError as error:
+            raise StoreError(
+                f"job {job_id}: row {row_index} sample {sample_index} is in the spool already, "
+                f"or is negative ({error})"
+            ) from error
+
+    def _refuse_published_rows(self, job_id: str, batch: RowBatch) -> None:
+        if not batch.row_indices:
+            return
+        begin, end = min(batch.row_indices), max(batch.row_indices) + 1
+        new = set(zip(batch.row_indices, batch.sample_indices, strict=True))
+        for row in self._rows("select_part_keys", job_id=job_id, begin=begin, end=end):
+            keys = unpack_keys(row["row_keys"])
+            near = keys[(keys[:, 0] >= begin) & (keys[:, 0] < end)]
+            again = sorted(new.intersection(map(tuple, near.tolist())))
+            if again:
+                raise StoreError(
+                    f"job {job_id}: row {again[0][0]} sample {again[0][1]} is in a part already"
+                )
+
+    def _count(self, job_id: str, batch: RowBatch) -> int:
+        return int(
+            self._one(
+                "add_counts",
+                id=job_id,
+                num_ok=batch.num_ok,
+                num_error=batch.num_error,
+                prompt_tokens=batch.prompt_tokens,
+                completion_tokens=batch.completion_tokens,
+            )
+        )
+
+    def _done_keys(self, job_id: str, begin: int, end: int) -> npt.NDArray[np.int64]:
+        spooled = self._rows("select_spool_rows", job_id=job_id, begin=begin, end=end)
+        packed = self._rows("select_part_keys", job_id=job_id, begin=begin, end=end)
+        return np.concatenate([_key_array(spooled), *(unpack_keys(row[0]) for row in packed)])
+
+    def _with_blobs(self, job_id: str, number: int) -> tuple[Part, list[bytes]]:
+        rows = self._rows("select_part_blobs", job_id=job_id, number=number)
+        return self.parts(job_id)[number], [row["ipc"] for row in rows]
+
+
+def new_job_id(now: float) -> str:
+    """An id of 12 letters and digits: milliseconds of creation, then chance. Sorts by time."""
+    number = int(now * 1000) << 19 | secrets.randbits(19)
+    return "".join(_ID_DIGITS[number >> shift & 31] for shift in range(55, -1, -5))
+
+
+def part_name(job_id: str, number: int) -> str:
+    """The file name of a part; it depends on these two alone."""
+    return f"part-{number:05d}-{job_id}.parquet"
+
+
+def pack_keys(keys: npt.NDArray[np.int64]) -> bytes:
+    """Compress (n, 2) pairs of row and sample index, sorted: a few bits for each."""
+    steps = np.diff(keys, axis=0, prepend=np.zeros((1, 2), np.int64))
+    return zlib.compress(np.ascontiguousarray(steps.T).astype("<i8").tobytes())
+
+
+def unpack_keys(packed: bytes) -> npt.NDArray[np.int64]:
+    """The (n, 2) pairs that `pack_keys` took."""
+    steps = np.frombuffer(zlib.decompress(packed), "<i8").reshape(2, -1).T
+    return np.cumsum(steps, axis=0, dtype=np.int64)
+
+
+def migrate(db: sqlite3.Connection, schema: str = SCHEMA, steps: tuple[str, ...] = STEPS) -> None:
+    """Bring a database to the newest version: an empty one at once, an older one step by step.
+
+    Another process may do so at the same time: one of the two then finds nothing left to do.
+    """
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        for script in [schema] if version == 0 else steps[version:]:
+            for statement in _statements(script):
+                db.execute(statement)
+        db.execute(f"PRAGMA user_version = {len(steps)}")
+        db.execute("COMMIT")
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+
+
+def _statements(script: str) -> Iterator[str]:
+    """The statements of a script; executescript would end the transaction around it."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
+
+
+def _key_array(rows: list[sqlite3.Row]) -> npt.NDArray[np.int64]:
+    return np.array([tuple(row) for row in rows], np.int64).reshape(-1, 2)
+
+
+def _planned_rows(spec: JobSpec, manifest: Manifest) -> int:
+    return manifest.num_rows if spec.limit is None else min(spec.limit, manifest.num_rows)
+
+
+def _job(row: sqlite3.Row) -> Job:
+    values = {name: row[name] for name in row.keys() if name != "num"}  # noqa: SIM118
+    return Job(
+        **values
+        | {
+            "spec": spec_from_json(row["spec"]),
+            "manifest": manifest_from_json(row["manifest"]),
+            "environment": json.loads(row["environment"]),
+            "record": json.loads(row["record"]),
+        }
+    )
