@@ -1,6 +1,6 @@
 """The contract of a reader: bytes of files into buffers, nothing about what they mean.
 
-    ReadError       a read that failed or came short: file, offset, bytes wanted and got
+ReadError       a read that failed or came short: file, offset, bytes wanted and got
 """
 
 from __future__ import annotations
