@@ -1,0 +1,328 @@
+"""Text to token ids and back, as the model file's own vocabulary says."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any, Protocol
+
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2 as spm_format
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+from tokenizers.models import BPE
+
+from engine.pretokenizers import PreTokenizerSpec, build_pre_tokenizer, find_pre_tokenizer
+from engine.requests import RowError, TokenizerError
+from engine.special_tokens import SpecialTokens
+from engine.vocabulary import (
+    PREFIX,
+    HasMetadata,
+    TokenKind,
+    Vocabulary,
+    read_flag,
+    read_merges,
+    read_vocabulary,
+)
+
+SPACE_MARK = "▁"
+NUM_BYTES = 256
+# Bytes that no UTF-8 text holds; a vocabulary need not have them.
+BYTES_OUTSIDE_UTF8 = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
+
+
+class TextModel(Protocol):
+    """The part that differs between kinds of vocabulary."""
+
+    def encode(self, text: str, *, after_special: bool) -> list[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class Tokenizer:
+    """Encode text; decode tokens one by one.
+
+    num_tokens: tokens with a text; ids from here on are padding of the embedding
+    add_bos: whether the model wants its prompts to begin with BOS
+    eog_ids: every id that ends a generation: the file's eos, eot and eom, and the known texts
+    control_starts: the characters that texts of control tokens begin with
+    warnings: what was assumed or is odd about the file
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        model: TextModel,
+        special: SpecialTokens,
+        *,
+        add_bos: bool,
+        warnings: tuple[str, ...] = (),
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._model = model
+        self._special = special
+        self.num_tokens = len(vocabulary)
+        self.bos_id = vocabulary.bos_id
+        self.eos_id = vocabulary.eos_id
+        self.eog_ids = vocabulary.eog_ids
+        self.add_bos = add_bos and vocabulary.bos_id is not None
+        self.control_starts = special.control_starts
+        self.warnings = warnings
+        self._bytes: dict[int, bytes] = {}
+
+    @staticmethod
+    def from_gguf(file: HasMetadata, *, pre_tokenizer: str | None = None) -> Tokenizer:
+        """Build the tokenizer that a model file describes.
+
+        file: a GgufFile; only its metadata is read
+        pre_tokenizer: for byte-level BPE, use this name whatever the file says
+
+        Raises TokenizerError: no vocabulary, an unknown kind of it or of pre-tokenizer, or damaged
+            arrays.
+        """
+        kind = file.metadata.get(PREFIX + "model")
+        if kind == "llama":
+            return _build_spm(file)
+        if kind == "gpt2":
+            return _build_bpe(file, pre_tokenizer)
+        raise TokenizerError(
+            f"tokenizer model {kind!r} ({PREFIX}model) is not supported; supported are 'llama' "
+            "(SentencePiece) and 'gpt2' (byte-level BPE)"
+        )
+
+    def encode(
+        self,
+        text: str,
+        *,
+        add_bos: bool | None = None,
+        parse_special: bool = False,
+        protected: Container[int] = (),
+    ) -> list[int]:
+        """Token ids of a text, white space and NUL included; nothing is normalised or stripped.
+
+        add_bos: begin with BOS; None does as the model wants (its add_bos_token, else what its
+            kind of vocabulary is used with). BOS comes once: none is added to ids that begin with
+            it already, and several in front become one. Ids can begin with it only where
+            `parse_special` found its text: a raw prompt that begins with the text of BOS gets BOS
+            and then that text, as text.
+        parse_special: read the texts of control tokens as those tokens; for templates, not users
+        protected: positions in `text` where no control token may begin, though `parse_special`
+
+        Raises RowError("invalid_utf8"): the text holds lone surrogates.
+        """
+        _check_unicode(text)
+        ids: list[int] = []
+        after_special = True
+        pieces = self._special.split(text, parse_special=parse_special, protected=protected)
+        for piece in pieces:
+            if isinstance(piece, int):
+                ids.append(piece)
+            else:
+                ids += self._model.encode(piece, after_special=after_special)
+            after_special = isinstance(piece, int)
+        return self._begin(ids, self.add_bos if add_bos is None else add_bos)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a generated token adds to the text: b"" for control tokens and padding ids."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._find_bytes(token_id)
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        """A token as the vocabulary spells it, for people; "" for padding ids."""
+        return self._vocabulary.texts[token_id] if 0 <= token_id < self.num_tokens else ""
+
+    def find_control(self, text: str) -> list[int]:
+        """Positions in `text` where the text of a control token begins."""
+        return self._special.find_control(text)
+
+    def _begin(self, ids: list[int], add_bos: bool) -> list[int]:
+        if self.bos_id is None:
+            return ids
+        num_bos = next((i for i, token_id in enumerate(ids) if token_id != self.bos_id), len(ids))
+        if num_bos == 0:
+            return [self.bos_id, *ids] if add_bos else ids
+        return ids[num_bos - 1 :]
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        if not 0 <= token_id < self.num_tokens:
+            return b""
+        kind = self._vocabulary.kinds[token_id]
+        if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.UNUSED):
+            return b""
+        if kind == TokenKind.USER_DEFINED:
+            return self._vocabulary.raw[token_id]
+        return self._model.token_bytes(token_id)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(
+            "invalid_utf8",
+            f"character {error.start} of the text is a lone surrogate "
+            f"(U+{ord(text[error.start]):04X}), which no UTF-8 text can hold",
+        ) from error
+
+
+# ---- SentencePiece -------------------------------------------------------------------------
+
+
+class SpmModel:
+    """A SentencePiece BPE model made from the file's pieces and scores.
+
+    space_prefix: text at the start, or after a special token, gets a space in front
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, space_prefix: bool) -> None:
+        self._vocabulary = vocabulary
+        self._space_prefix = space_prefix
+        proto = _spm_proto(vocabulary)
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(
+                model_proto=proto.SerializeToString()
+            )
+        except RuntimeError as error:
+            raise TokenizerError(f"sentencepiece refuses the vocabulary: {error}") from error
+
+    def encode(self, text: str, *, after_special: bool) -> list[int]:
+        if self._space_prefix and after_special:
+            text = " " + text
+        ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if self._vocabulary.kinds[token_id] == TokenKind.BYTE:
+            return bytes((_byte_value(self._vocabulary.texts[token_id]),))
+        return self._vocabulary.raw[token_id].replace(SPACE_MARK.encode(), b" ")
+
+
+def _build_spm(file: HasMetadata) -> Tokenizer:
+    vocabulary = read_vocabulary(file)
+    name = str(file.metadata.get("general.name", "")).lower()
+    return Tokenizer(
+        vocabulary,
+        SpmModel(vocabulary, space_prefix=read_flag(file.metadata, "add_space_prefix", True)),
+        SpecialTokens(vocabulary, strip_after="phi-3" in name or "phi3" in name),
+        add_bos=read_flag(file.metadata, "add_bos_token", True),
+    )
+
+
+def _spm_proto(vocabulary: Vocabulary) -> Any:
+    """The vocabulary as SentencePiece stores one; text is taken as it is, spaces included."""
+    if not vocabulary.scores:
+        raise TokenizerError(f"{PREFIX}scores is missing; an SPM vocabulary cannot merge without")
+    unknown = vocabulary.ids_of(TokenKind.UNKNOWN)
+    if not unknown:
+        raise TokenizerError(f"{PREFIX}token_type marks no token as unknown; convert the file anew")
+    num_bytes = len({_byte_value(vocabulary.texts[i]) for i in vocabulary.ids_of(TokenKind.BYTE)})
+    proto = spm_format.ModelProto()
+    proto.trainer_spec.model_type = spm_format.TrainerSpec.BPE
+    proto.trainer_spec.byte_fallback = num_bytes == NUM_BYTES
+    proto.normalizer_spec.name = "identity"
+    proto.normalizer_spec.add_dummy_prefix = False
+    proto.normalizer_spec.remove_extra_whitespaces = False
+    seen: set[str] = set()
+    for token_id, text in enumerate(vocabulary.texts):
+        kind = vocabulary.kinds[token_id]
+        if not text or text in seen:
+            text, kind = f"\ue000{token_id}", TokenKind.CONTROL
+        elif kind == TokenKind.USER_DEFINED or (kind, token_id > unknown[0]) == (2, True):
+            kind = TokenKind.CONTROL
+        seen.add(text)
+        proto.pieces.add(piece=text, score=vocabulary.scores[token_id], type=int(kind))
+    return proto
+
+
+def _byte_value(text: str) -> int:
+    """65 for "<0x41>"."""
+    try:
+        return int(text.removeprefix("<0x").removesuffix(">"), 16) % NUM_BYTES
+    except ValueError as error:
+        raise TokenizerError(f"byte token {text!r} is not of the form '<0x41>'") from error
+
+
+# ---- byte-level BPE ------------------------------------------------------------------------
+
+
+class BpeModel:
+    """A byte-level BPE of tokens and merges; control tokens are no words of it."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, merges: list[tuple[str, str]], spec: PreTokenizerSpec
+    ) -> None:
+        self._vocabulary = vocabulary
+        hidden = set(vocabulary.ids_of(TokenKind.CONTROL, TokenKind.UNKNOWN))
+        last_to_first = reversed(list(enumerate(vocabulary.texts)))
+        ids = {text: token_id for token_id, text in last_to_first if token_id not in hidden}
+        usable = [(a, b) for a, b in merges if a in ids and b in ids and a + b in ids]
+        self.num_unusable_merges = len(merges) - len(usable)
+        self.missing_bytes = sorted(
+            byte
+            for byte, char in enumerate(BYTE_CHARS)
+            if char not in ids and byte not in BYTES_OUTSIDE_UTF8
+        )
+        model = BPE(vocab=ids, merges=usable, ignore_merges=spec.ignore_merges)
+        self._tokenizer = HuggingFaceTokenizer(model)
+        self._tokenizer.pre_tokenizer = build_pre_tokenizer(spec)
+
+    def encode(self, text: str, *, after_special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        text = self._vocabulary.texts[token_id]
+        try:
+            return bytes(BYTE_OF_CHAR[char] for char in text)
+        except KeyError:
+            return self._vocabulary.raw[token_id]
+
+
+def _byte_chars() -> tuple[str, ...]:
+    """GPT-2's printable character for each byte: itself, or U+0100 and up in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(NUM_BYTES) if byte not in printable]
+    return tuple(
+        chr(byte) if byte in printable else chr(0x100 + others.index(byte))
+        for byte in range(NUM_BYTES)
+    )
+
+
+BYTE_CHARS = _byte_chars()
+BYTE_OF_CHAR = {char: byte for byte, char in enumerate(BYTE_CHARS)}
+
+
+def _build_bpe(file: HasMetadata, forced: str | None) -> Tokenizer:
+    named = file.metadata.get(PREFIX + "pre")
+    spec = find_pre_tokenizer(forced or named or "default")
+    vocabulary = read_vocabulary(file)
+    model = BpeModel(vocabulary, read_merges(file), spec)
+    return Tokenizer(
+        vocabulary,
+        model,
+        SpecialTokens(vocabulary),
+        add_bos=read_flag(file.metadata, "add_bos_token", spec.add_bos),
+        warnings=tuple(_bpe_warnings(model, forced, named)),
+    )
+
+
+def _bpe_warnings(model: BpeModel, forced: str | None, named: str | None) -> list[str]:
+    warnings = []
+    if not named and not forced:
+        warnings.append(
+            f"the model file names no pre-tokenizer ({PREFIX}pre); 'default' is used, which may "
+            "cut text otherwise than in training"
+        )
+    if forced and forced != named:
+        warnings.append(f"pre-tokenizer {forced!r} is forced; the model file names {named!r}")
+    if model.num_unusable_merges:
+        warnings.append(
+            f"{model.num_unusable_merges} merges of tokens that are not in the vocabulary are left "
+            "out"
+        )
+    if model.missing_bytes:
+        listed = " ".join(f"{byte:02X}" for byte in model.missing_bytes[:16])
+        warnings.append(
+            f"{len(model.missing_bytes)} bytes have no token and are lost in encoding: {listed}"
+        )
+    return warnings
