@@ -1,0 +1,58 @@
+"""Benchmarks, each a ratio to a limit or a peer measured in the same run.
+
+    python -m scripts.bench decode  --model MODEL      128 rows, one token each per sweep
+    python -m scripts.bench prefill --model MODEL      4 prompts of 128 tokens per sweep
+    python -m scripts.bench peer    --model MODEL --llama-batched-bench PATH
+    python -m scripts.bench job     --model MODEL      a job through Ray and Parquet
+
+Figures are medians of interleaved repeats. `--json FILE` keeps every sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from scripts.bench_engine import bench_decode, bench_prefill
+from scripts.bench_job import bench_job
+from scripts.bench_peer import bench_peer
+from scripts.bench_report import Report, machine_facts
+
+BENCHES: dict[str, Callable[[argparse.Namespace], Report]] = {
+    "decode": bench_decode,
+    "prefill": bench_prefill,
+    "peer": bench_peer,
+    "job": bench_job,
+}
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("bench", choices=BENCHES)
+    parser.add_argument("--model", type=Path, required=True, help="GGUF file")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=128, help="rows on board (decode, peer)")
+    parser.add_argument("--context", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--new-tokens", type=int, default=32, help="tokens decoded per row")
+    parser.add_argument("--job-rows", type=int, default=600, help="rows of the job")
+    parser.add_argument("--kv-type", choices=["f32", "f16"], default="f32")
+    parser.add_argument("--threads", type=int, help="worker threads; default: every core")
+    parser.add_argument("--llama-batched-bench", type=Path, help="peer's program (peer)")
+    parser.add_argument("--json", type=Path, help="write all samples here")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse_arguments(sys.argv[1:])
+    report = BENCHES[options.bench](options)
+    print(report.table())
+    if options.json is not None:
+        facts = {"machine": machine_facts(), "bench": options.bench, **report.to_dict()}
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
