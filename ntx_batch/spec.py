@@ -6,13 +6,14 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from engine import EngineConfig, SamplingParams
+from engine import EngineConfig, RowError, SamplingParams
+from engine.params import params_from_mapping
 from jobs.records import JobSpec, SpecError
 
 SAMPLING_OPTIONS = tuple(f.name for f in fields(SamplingParams) if f.name != "seed")
@@ -49,7 +50,6 @@ CHOICES = {
     "kv_type": ("f32", "f16"),
     "expand": ("auto", "never", "always"),
 }
-_AT_LEAST_ONE = ("limit", "sweep_tokens", "threads")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b|)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base ** (power + 1)
@@ -73,12 +73,19 @@ def build_spec(input: str | Path, *, model: str | Path, **options: Any) -> JobSp
     spec = JobSpec(
         input=os.path.abspath(input),
         model=os.path.abspath(model),
-        params=SamplingParams(**params),
+        params=_params(params),
         engine=EngineConfig(**engine),
         **given,
     )
     _refuse_contradictions(spec)
     return spec
+
+
+def _params(values: Mapping[str, Any]) -> SamplingParams:
+    try:
+        return params_from_mapping(SamplingParams(), values)
+    except RowError as error:
+        raise SpecError(str(error)) from None
 
 
 def parse_size(text: str | int) -> int:
@@ -93,7 +100,7 @@ def parse_size(text: str | int) -> int:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """ ", did you mean X?" for a name close to a known one, else nothing."""
+    """A hint to append: the known name that is close to `name`, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -118,18 +125,30 @@ def _choice(name: str, value: Any) -> str:
     return str(value)
 
 
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise SpecError(f"{name} is a text, not {value!r}")
+    return value
+
+
 def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise SpecError(f"{name} is a whole number, not {value!r}")
-    if name in _AT_LEAST_ONE and int(value) < 1:
-        raise SpecError(f"{name} is at least 1, not {value}")
     return int(value)
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise SpecError(f"{name} is a number, not {value!r}")
-    return float(value)
+def _count(name: str, value: Any) -> int:
+    number = _integer(name, value)
+    if number < 1:
+        raise SpecError(f"{name} is at least 1, not {number}")
+    return number
+
+
+def _seed(name: str, value: Any) -> int:
+    number = _integer(name, value)
+    if not -(2**63) <= number < 2**63:
+        raise SpecError(f"{name} is an integer of 64 bits, not {number}")
+    return number
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -149,39 +168,24 @@ def _nbytes(name: str, value: Any) -> int:
     return nbytes
 
 
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else tuple(value)
-    for text in texts:
-        if not isinstance(text, str):
-            raise SpecError(f"{name} holds texts, not {text!r}")
-    return texts
-
-
 def _names(name: str, value: Any) -> tuple[str, ...]:
     """Column names, from a list or from "a,b"."""
-    names = _texts(name, value.split(",") if isinstance(value, str) else value)
-    return tuple(column.strip() for column in names if column.strip())
+    names = value.split(",") if isinstance(value, str) else value
+    return tuple(str(column).strip() for column in names if str(column).strip())
 
 
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Token ids, from a list or from "2,5"."""
-    items: Sequence[Any] = value.split(",") if isinstance(value, str) else value
+def _token_ids(name: str, value: Any) -> Any:
+    """A list of ids out of "2,5"; anything else is left to the parameter's own rules."""
+    if not isinstance(value, str):
+        return value
     try:
-        return tuple(int(item) for item in items)
-    except (TypeError, ValueError):
+        return [int(item) for item in value.split(",")]
+    except ValueError:
         raise SpecError(f"{name} is a list of token ids such as 2,5, not {value!r}") from None
 
 
-def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    """(token id, value) pairs, from a mapping, from pairs, or from JSON '{"5": -2.5}'."""
-    pairs = _json_object(name, value) if isinstance(value, str) else value
-    items = pairs.items() if isinstance(pairs, Mapping) else pairs
-    try:
-        return tuple((int(token_id), float(bias)) for token_id, bias in items)
-    except (TypeError, ValueError):
-        raise SpecError(
-            f'{name} maps token ids to numbers like {{"5": -2.5}}, not {value!r}'
-        ) from None
+def _logit_bias(name: str, value: Any) -> Any:
+    return _json_object(name, value) if isinstance(value, str) else value
 
 
 def _json_object(name: str, value: Any) -> dict[str, Any]:
@@ -209,32 +213,24 @@ def _template(name: str, value: Any) -> str:
 
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "output": _path,
+    "prompt_column": _text,
+    "messages_column": _text,
     "prompt_template": _template,
     "chat": _flag,
+    "system": _text,
     "chat_template": _template,
     "template_kwargs": _json_object,
     "param_columns": _names,
     "keep": _names,
-    "limit": _integer,
-    "seed": _integer,
+    "output_prefix": _text,
+    "limit": _count,
+    "seed": _seed,
     "kv_memory": _nbytes,
-    "sweep_tokens": _integer,
-    "threads": _integer,
-    "max_tokens": _integer,
-    "min_tokens": _integer,
-    "temperature": _number,
-    "top_k": _integer,
-    "top_p": _number,
-    "min_p": _number,
-    "repetition_penalty": _number,
-    "presence_penalty": _number,
-    "frequency_penalty": _number,
-    "stop": _texts,
+    "sweep_tokens": _count,
+    "threads": _count,
+    "pre_tokenizer": _text,
     "stop_token_ids": _token_ids,
-    "include_stop": _flag,
-    "ignore_eos": _flag,
     "logit_bias": _logit_bias,
-    "logprobs": _integer,
 }
 
 

@@ -1,0 +1,209 @@
+"""The Python API: the same words as the command line.
+
+import ntx_batch
+
+job = ntx_batch.submit("prompts.parquet", model="model.gguf", max_tokens=128)
+job.wait()
+table = job.results()  # a pyarrow.Table in input order
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs import control
+from jobs.home import Home
+from jobs.records import Job, JobNotFoundError, RunnerError
+from jobs.store import JobStore
+from ntx_batch.spec import build_spec
+from ntx_batch.status import status_record
+
+POLL_INTERVAL_S = 0.2
+RUNNER_GRACE_S = 10.0  # a waiting command gives up when no runner was there for this long
+STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobHandle:
+    """A job by its id. Each call reads the state of that moment."""
+
+    id: str
+    home: Home
+
+    def snapshot(self) -> Job:
+        """The job as the store has it now."""
+        with JobStore(self.home.state_path) as store:
+            return store.job(self.id)
+
+    def status(self) -> dict[str, Any]:
+        """What `ntx-batch status --json` prints: counts, rates, times, exit code."""
+        return status_record(self.snapshot(), time.time())
+
+    def follow(self, *, timeout_s: float | None = None) -> Iterator[Job]:
+        """Yield the job again and again; the last one is over, or paused.
+
+        Raises TimeoutError: it is not over after `timeout_s` seconds; it goes on.
+        Raises RunnerError: there is no runner to go on with it.
+        """
+        started = runner_seen = time.monotonic()
+        while (job := self.snapshot()).exit_code is None:
+            yield job
+            now = time.monotonic()
+            if timeout_s is not None and now - started >= timeout_s:
+                raise TimeoutError(f"job {self.id} is still {job.state} after {timeout_s:g} s")
+            if control.runner_status(self.home).state != "absent":
+                runner_seen = now
+            elif now - runner_seen > RUNNER_GRACE_S:
+                raise RunnerError(
+                    f"job {self.id} is {job.state} and there is no runner to go on with it; see "
+                    f"{self.home.log_path} and start one with `ntx-batch runner start`"
+                )
+            time.sleep(POLL_INTERVAL_S)
+        yield job
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait until the job is over and return its exit code; 0 is all rows ok.
+
+        Raises TimeoutError, RunnerError: as `follow`.
+        """
+        *_, last = self.follow(timeout_s=timeout_s)
+        assert last.exit_code is not None
+        return last.exit_code
+
+    def stop(self) -> None:
+        """Pause the job: rows on board are dropped, finished ones kept. Does nothing when over."""
+        with JobStore(self.home.state_path) as store:
+            store.set_request(self.id, "pause")
+        self.wait(STOP_TIMEOUT_S)
+
+    def results(self, *, errors: bool = False, head: int | None = None) -> Any:
+        """A pyarrow.Table of the rows finished so far, in input order.
+
+        errors: failed rows only
+        head: the first rows only
+        """
+        from jobs.results import read_results
+
+        with JobStore(self.home.state_path) as store:
+            finished = store.finished(self.id)
+        return read_results(finished, errors=errors, head=head)
+
+    def export(self, path: str | Path, *, errors: bool = False, head: int | None = None) -> int:
+        """Write `results` to a .parquet, .jsonl or .csv file; returns the number of rows."""
+        from jobs.results import export
+
+        table = self.results(errors=errors, head=head)
+        export(table, path)
+        return int(table.num_rows)
+
+    def logs(self) -> str:
+        """The job's log so far."""
+        path = self.home.job_log_path(self.id)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+def submit(
+    input: str | Path,
+    *,
+    model: str | Path,
+    home: str | Path | None = None,
+    say: Callable[[str], None] | None = None,
+    **options: Any,
+) -> JobHandle:
+    """Check a job, queue it, and make sure that a runner is there to run it.
+
+    input: Parquet file or folder
+    model: GGUF file
+    home: state folder; None takes $NTX_HOME, else the platform's
+    say: gets each note about what was bound or is worth knowing
+    options: those of `ntx-batch submit`, dashes as underscores: max_tokens, chat, kv_memory, ...
+
+    Raises SpecError, DatasetError, ResultsError, EngineError: the job cannot run as asked.
+    Raises RunnerError: no runner could be started; the job waits for one.
+    """
+    from ntx_batch.preflight import check_job
+
+    spec = build_spec(input, model=model, **options)
+    checked = check_job(spec)
+    if say is not None:
+        for note in checked.notes:
+            say(note)
+    place = Home.open(home)
+    control.check_environment(control.runner_status(place), os.environ)
+    with JobStore(place.state_path) as store:
+        job = store.create_job(
+            spec, checked.manifest, control.environment_of(os.environ), spec.output
+        )
+    control.ensure_runner(place)
+    return JobHandle(job.id, place)
+
+
+def run(input: str | Path, *, model: str | Path, **options: Any) -> JobHandle:
+    """Submit a job and wait for it; an interrupt pauses it. Takes what `submit` takes."""
+    job = submit(input, model=model, **options)
+    try:
+        job.wait()
+    except KeyboardInterrupt:
+        job.stop()
+        raise
+    return job
+
+
+def job(id_prefix: str, *, home: str | Path | None = None) -> JobHandle:
+    """The job whose id begins so. Raises JobNotFoundError: none does, or several do."""
+    place = Home.open(home)
+    with JobStore(place.state_path) as store:
+        return JobHandle(store.find_job(id_prefix).id, place)
+
+
+def list_jobs(*, home: str | Path | None = None) -> list[JobHandle]:
+    """All jobs, the newest first."""
+    place = Home.open(home)
+    with JobStore(place.state_path) as store:
+        return [JobHandle(job.id, place) for job in reversed(store.list_jobs())]
+
+
+def newest_job(*, home: str | Path | None = None) -> JobHandle:
+    """The job submitted last. Raises JobNotFoundError: there is none."""
+    jobs = list_jobs(home=home)
+    if not jobs:
+        raise JobNotFoundError("there are no jobs yet; `ntx-batch submit` makes one")
+    return jobs[0]
+
+
+def inspect(
+    model: str | Path, *, tokenize: str | None = None, pre_tokenizer: str | None = None
+) -> dict[str, Any]:
+    """What a model file holds; with `tokenize`, the token ids of that text instead.
+
+    Raises GgufError, TokenizerError: the file cannot be read, or its vocabulary not be built.
+    """
+    from engine.gguf_file import GgufFile
+    from ntx_batch import model_info
+
+    file = GgufFile.open(model)
+    if tokenize is None:
+        return model_info.describe(file)
+    return model_info.tokenize(file, tokenize, pre_tokenizer=pre_tokenizer)
+
+
+def start_runner(*, home: str | Path | None = None) -> control.RunnerStatus:
+    """Start the runner where none runs. Raises RunnerError: it does not start."""
+    return control.ensure_runner(Home.open(home))
+
+
+def stop_runner(*, home: str | Path | None = None) -> bool:
+    """Stop the runner; False where none runs. Its job goes on when the next one starts."""
+    return control.stop_runner(Home.open(home))
+
+
+def runner_status(*, home: str | Path | None = None) -> dict[str, Any]:
+    """What `ntx-batch runner status --json` prints."""
+    place = Home.open(home)
+    status = control.runner_status(place)
+    return {"pid": status.pid, "state": status.state, "home": str(place.path)}

@@ -1,0 +1,77 @@
+"""The options of a job, as the command line shows them: one table for `submit` and `run`.
+
+Names are those of `build_spec`. Values arrive there as given; it parses and checks them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One flag. kind: type of its value; bool is a flag without one. default: as people read it"""
+
+    name: str
+    kind: Any
+    metavar: str | None
+    help: str
+    default: str | None = None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+OPTIONS: dict[str, tuple[Option, ...]] = {
+    "Prompt": (
+        Option("prompt_column", str, "C", "Column of raw prompt text.", "prompt"),
+        Option("messages_column", str, "C", "Column of role/content messages.", "messages"),
+        Option("prompt_template", str, "TEXT|@FILE", "Jinja template over the input's columns."),
+        Option("chat", bool, None, "Wrap each prompt in the model's chat template."),
+        Option("system", str, "TEXT", "System message before each prompt; with --chat."),
+        Option("chat_template", Path, "FILE", "Chat template to use in place of the model's."),
+        Option("template_kwargs", str, "JSON", "Variables for the chat template."),
+        Option(
+            "truncate",
+            str,
+            "left|right",
+            "Cut over-long prompts at this end; without it they are error rows.",
+        ),
+    ),
+    "Rows": (
+        Option("limit", int, "N", "Run the first N rows only."),
+        Option("param_columns", str, "A,B", "Columns that set the parameter of their name by row."),
+        Option("keep", str, "A,B", "Input columns to carry to the results.", "all but the prompt"),
+        Option("output_prefix", str, "TEXT", "Put before the names of the columns that are added."),
+    ),
+    "Sampling": (
+        Option("max_tokens", int, "N", "Most tokens to generate.", "256"),
+        Option("min_tokens", int, "N", "Do not end a row before this many tokens.", "0"),
+        Option("temperature", float, "X", "0 takes the most likely token.", "0"),
+        Option("top_k", int, "K", "Keep the K most likely tokens; 0 keeps all.", "0"),
+        Option("top_p", float, "P", "Keep the fewest tokens whose probabilities reach P.", "1"),
+        Option("min_p", float, "P", "Drop tokens less likely than P times the likeliest.", "0"),
+        Option("repetition_penalty", float, "X", "Divide logits of tokens seen in the row.", "1"),
+        Option("presence_penalty", float, "X", "Subtract where a token is in the answer.", "0"),
+        Option("frequency_penalty", float, "X", "Subtract for each time it is in there.", "0"),
+        Option("stop", list[str], "TEXT", "End a row before this text; may be repeated."),
+        Option("stop_token_ids", str, "ID,ID", "End a row at these tokens."),
+        Option("include_stop", bool, None, "Keep the stop text in the answer."),
+        Option("ignore_eos", bool, None, "End-of-generation tokens do not end a row."),
+        Option("seed", int, "N", "The job's seed; each row draws from it and its index.", "0"),
+        Option("logit_bias", str, "JSON", "Token ids and what to add to their logits."),
+        Option("logprobs", int, "N", "Report log-probabilities: the chosen token and N others."),
+    ),
+    "Engine": (
+        Option("device", str, "auto|cpu|gpu", "Where to compute.", "auto"),
+        Option("kv_type", str, "f32|f16", "Element type of the KV cache.", "f32"),
+        Option("kv_memory", str, "SIZE", "Memory of the KV cache, like 8GiB.", "from what is free"),
+        Option("sweep_tokens", int, "N", "Most tokens of one pass over the layers.", "512"),
+        Option("expand", str, "auto|never|always", "Keep weights as float32 if they fit.", "auto"),
+        Option("threads", int, "N", "Worker threads.", "all cores"),
+        Option("pre_tokenizer", str, "NAME", "Use this pre-tokenizer whatever the model names."),
+    ),
+}

@@ -1,0 +1,283 @@
+"""What people see: tables and answers on stdout, notes and progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from jobs.records import Job
+from ntx_batch.status import Rates, rates_of, took_s
+
+STATE_STYLES = {
+    "running": "cyan",
+    "completed": "green",
+    "failed": "red",
+    "cancelled": "yellow",
+    "paused": "yellow",
+    "interrupted": "yellow",
+}
+PLAIN_INTERVAL_S = 10.0  # between progress lines where stderr is not a terminal
+_OUR_COLUMNS = ("row_index", "status", "generated_text", "finish_reason", "completion_tokens")
+_ERROR_COLUMNS = ("row_index", "error_code", "error_message")
+
+
+def out() -> Console:
+    return Console(highlight=False, soft_wrap=False)
+
+
+def err() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def note(text: str) -> None:
+    """One line on stderr, as it is: never wrapped, never read as markup."""
+    err().print(Text(text), soft_wrap=True)
+
+
+def error(text: str) -> None:
+    message = Text("error: ", style="bold red")
+    err().print(message.append(text, style="not bold default"), soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """JSON alone on stdout, whatever the terminal."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def duration(seconds: float | None) -> str:
+    """1:02:03, 2:05 or 0:07; "-" for None."""
+    if seconds is None:
+        return "-"
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
+
+
+def nbytes_text(nbytes: int) -> str:
+    """Bytes as people write them: 512 B, 1.5 KiB, 8.0 GiB."""
+    value, units = float(nbytes), ("B", "KiB", "MiB", "GiB", "TiB")
+    for unit in units:
+        if value < 1024 or unit == units[-1]:
+            break
+        value /= 1024
+    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+# ---- jobs ------------------------------------------------------------------------------------
+
+
+def print_facts(facts: Mapping[str, Any]) -> None:
+    """A two-column table of names and values."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, _cell("-" if value is None else value))
+    out().print(table)
+
+
+def print_status(job: Job, now: float) -> None:
+    rates = rates_of(job, now)
+    print_facts(
+        {
+            "job": job.id,
+            "state": job.state if job.reason is None else f"{job.state}: {job.reason}",
+            "rows": _counts(job),
+            "speed": _speed(rates),
+            "time left": duration(rates.eta_s),
+            "took": duration(took_s(job, now)),
+            "input": job.spec.input,
+            "model": job.spec.model,
+            "results": job.results_dir,
+        }
+    )
+
+
+def print_jobs(jobs: Iterable[Job], now: float) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("JOB", "STATE", "OK", "ERROR", "TOTAL", "TOKENS/S", "CREATED", "INPUT"):
+        table.add_column(name, no_wrap=name != "INPUT", overflow="fold")
+    for job in jobs:
+        speed = rates_of(job, now).tokens_per_s
+        table.add_row(
+            job.id,
+            Text(job.state, style=STATE_STYLES.get(job.state, "")),
+            str(job.num_ok),
+            str(job.num_error),
+            "-" if job.total is None else str(job.total),
+            "-" if speed is None else f"{speed:.1f}",
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(job.created_at)),
+            job.spec.input,
+        )
+    out().print(table)
+
+
+def summary(job: Job, now: float) -> str:
+    """One line about a job that is over, or no longer waited for."""
+    reason = f" ({job.reason})" if job.reason else ""
+    return f"job {job.id} {job.state}{reason}: {_counts(job)}; {_speed(rates_of(job, now))}"
+
+
+def _counts(job: Job) -> str:
+    total = "?" if job.total is None else str(job.total)
+    text = f"{job.num_ok} ok, {job.num_error} failed of {total}"
+    return f"{text}, {job.num_cancelled} cancelled" if job.num_cancelled else text
+
+
+def _speed(rates: Rates) -> str:
+    if rates.tokens_per_s is None or rates.prompt_tokens_per_s is None:
+        return "no rows finished yet"
+    return f"{rates.tokens_per_s:.1f} tokens/s generated, {rates.prompt_tokens_per_s:.1f} read"
+
+
+# ---- progress --------------------------------------------------------------------------------
+
+
+class _RatesColumn(ProgressColumn):
+    """Tokens per second and the time left, as the job's own numbers have them."""
+
+    def render(self, task: Task) -> Text:
+        rates: Rates = task.fields["rates"]
+        speed = "-" if rates.tokens_per_s is None else f"{rates.tokens_per_s:.1f}"
+        return Text(f"{speed} tokens/s  ETA {duration(rates.eta_s)}", style="cyan")
+
+
+def show_progress(snapshots: Iterable[Job]) -> Iterator[Job]:
+    """Pass a job's snapshots on and show each on stderr: a bar on a terminal, else lines."""
+    return _show_bar(snapshots) if err().is_terminal else _show_lines(snapshots)
+
+
+def _show_bar(snapshots: Iterable[Job]) -> Iterator[Job]:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rows"),
+        _RatesColumn(),
+    )
+    with Progress(*columns, console=err(), transient=True) as progress:
+        task = progress.add_task("", total=None, rates=Rates())
+        for job in snapshots:
+            progress.update(
+                task,
+                description=f"{job.id} {job.state}",
+                total=job.total,
+                completed=job.num_ok + job.num_error,
+                rates=rates_of(job, time.time()),
+            )
+            yield job
+
+
+def _show_lines(snapshots: Iterable[Job]) -> Iterator[Job]:
+    said_state, said_at = "", 0.0
+    for job in snapshots:
+        now = time.monotonic()
+        if job.exit_code is None and (job.state != said_state or now - said_at > PLAIN_INTERVAL_S):
+            said_state, said_at = job.state, now
+            note(f"{job.id} {job.state}: {_progress_text(job, time.time())}")
+        yield job
+
+
+def _progress_text(job: Job, now: float) -> str:
+    rates = rates_of(job, now)
+    return f"{_counts(job)}; {_speed(rates)}; ETA {duration(rates.eta_s)}"
+
+
+# ---- results ---------------------------------------------------------------------------------
+
+
+def print_results(table: Any, *, prefix: str, errors: bool) -> None:
+    """Rows of a results table (pyarrow.Table) as text: ours and the first carried columns."""
+    ours = [prefix + name for name in (_ERROR_COLUMNS if errors else _OUR_COLUMNS)]
+    carried = _carried(table.column_names, prefix)
+    names = [ours[0], *carried, *ours[1:]]
+    shown = Table(show_lines=True)
+    for name in names:
+        shown.add_column(name, overflow="fold", no_wrap=name in (ours[0], prefix + "status"))
+    for row in table.select(names).to_pylist():
+        shown.add_row(*(_cell(row[name]) for name in names))
+    out().print(shown)
+
+
+def _carried(names: list[str], prefix: str) -> list[str]:
+    """At most two of the input's columns: those before our first one."""
+    return names[: names.index(prefix + "row_index")][:2]
+
+
+def _cell(value: Any) -> Text:
+    text = "" if value is None else str(value)
+    return Text(text if len(text) <= 300 else text[:299] + "…")
+
+
+# ---- models ----------------------------------------------------------------------------------
+
+
+def print_model(found: Mapping[str, Any]) -> None:
+    """A model file's description: facts, layers, bytes per type, metadata."""
+    types = {name: nbytes_text(nbytes) for name, nbytes in found["types"].items()}
+    print_facts(
+        {
+            "file": ", ".join(found["files"]),
+            "GGUF version": found["version"],
+            "architecture": found["architecture"],
+            "name": found["name"],
+            "size": nbytes_text(found["nbytes"]),
+            "problem": found["problem"] or "none: this version can run it",
+            **{f"in {name}": size for name, size in types.items()},
+        }
+    )
+    _print_section("layers", {_layer_name(run): _layer_text(run) for run in _runs(found["layers"])})
+    _print_section("metadata", found["metadata"])
+
+
+def print_tokens(found: Mapping[str, Any]) -> None:
+    """Token ids, one a line, with each token's text; warnings on stderr."""
+    for warning in found["warnings"]:
+        note(f"warning: {warning}")
+    for token_id, token in zip(found["ids"], found["tokens"], strict=True):
+        print(f"{token_id}\t{token!r}")
+
+
+def _print_section(title: str, facts: Mapping[str, Any]) -> None:
+    out().print(Text(f"\n{title}", style="bold"))
+    print_facts(facts)
+
+
+def _runs(layers: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Neighbouring layers of the same make, together."""
+    runs: list[list[dict[str, Any]]] = []
+    for layer in layers:
+        same = runs and runs[-1][0] | {"layer": layer["layer"]} == layer
+        if same and layer["layer"] is not None:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return runs
+
+
+def _layer_name(run: list[dict[str, Any]]) -> str:
+    first, last = run[0]["layer"], run[-1]["layer"]
+    if first is None:
+        return "outside layers"
+    return f"layer {first}" if first == last else f"layers {first} to {last}, each"
+
+
+def _layer_text(run: list[dict[str, Any]]) -> str:
+    types = ", ".join(f"{nbytes_text(n)} {name}" for name, n in run[0]["types"].items())
+    return f"{run[0]['tensors']} tensors, {types}"

@@ -1,0 +1,105 @@
+"""A job's numbers at one moment, as plain values: counts, rates, the time left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from jobs.records import Job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Averages since the job's first row was admitted; None before there is anything to measure.
+
+    tokens_per_s: generated tokens, those of rows on board among them while the job runs
+    prompt_tokens_per_s: prompt tokens, likewise
+    eta_s: seconds until the last row, at the rate of the rows so far
+    """
+
+    tokens_per_s: float | None = None
+    prompt_tokens_per_s: float | None = None
+    eta_s: float | None = None
+
+
+def rates_of(job: Job, now: float) -> Rates:
+    """Rates of a job at the Unix time `now`."""
+    elapsed_s = _working_s(job, now)
+    progress = job.record.get("progress") or {}
+    completion_tokens = max(job.completion_tokens, progress.get("completion_tokens", 0))
+    prompt_tokens = max(job.prompt_tokens, progress.get("prompt_tokens", 0))
+    if elapsed_s <= 0 or not completion_tokens + prompt_tokens:
+        return Rates()
+    done, left = job.num_ok + job.num_error, job.num_remaining
+    counts_down = job.state == "running" and done > 0 and left is not None
+    return Rates(
+        tokens_per_s=completion_tokens / elapsed_s,
+        prompt_tokens_per_s=prompt_tokens / elapsed_s,
+        eta_s=elapsed_s / done * (left or 0) if counts_down else None,
+    )
+
+
+def took_s(job: Job, now: float) -> float | None:
+    """Seconds from a job's start to its end, or to `now`; None before its start."""
+    return None if job.started_at is None else (job.finished_at or now) - job.started_at
+
+
+def _working_s(job: Job, now: float) -> float:
+    """Seconds from the first admission of a row to the last commit, or to `now` while running."""
+    started = job.record.get("first_admission_at")
+    if started is None:
+        return 0.0
+    end = now if job.state == "running" else job.record.get("last_commit_at", now)
+    return float(end - started)
+
+
+def status_record(job: Job, now: float) -> dict[str, Any]:
+    """What `ntx-batch status --json` prints. Times are ISO 8601 in UTC; unknown values None."""
+    rates = rates_of(job, now)
+    return {
+        "job": job.id,
+        "state": job.state,
+        "total": job.total,
+        "ok": job.num_ok,
+        "error": job.num_error,
+        "cancelled": job.num_cancelled,
+        "remaining": job.num_remaining,
+        "tokens_per_s": _rounded(rates.tokens_per_s),
+        "prompt_tokens_per_s": _rounded(rates.prompt_tokens_per_s),
+        "eta_s": _rounded(rates.eta_s),
+        "exit_code": job.exit_code,
+        "created_at": iso_time(job.created_at),
+        "started_at": iso_time(job.started_at),
+        "finished_at": iso_time(job.finished_at),
+        "reason": job.reason,
+        "prompt_tokens": job.prompt_tokens,
+        "completion_tokens": job.completion_tokens,
+        "attempt": job.attempt,
+        "input": job.spec.input,
+        "model": job.spec.model,
+        "results": job.results_dir,
+        "record": plain(job.record),
+    }
+
+
+def iso_time(unix_s: float | None) -> str | None:
+    if unix_s is None:
+        return None
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds")
+
+
+def plain(value: Any) -> Any:
+    """The same value out of JSON's types alone."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
