@@ -19,6 +19,26 @@ from engine import EngineConfig, SamplingParams
 
 JobState = Literal["queued", "running", "paused", "interrupted", "completed", "failed", "cancelled"]
 JobRequest = Literal["pause", "cancel"]
+RESULT_COLUMNS = (
+    "row_index",
+    "sample_index",
+    "status",
+    "generated_text",
+    "finish_reason",
+    "stop_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "reused_tokens",
+    "truncated",
+    "original_prompt_tokens",
+    "sampling_params",
+    "logprobs",
+    "duplicate_of",
+    "json_valid",
+    "warnings",
+    "error_code",
+    "error_message",
+)
 FINAL_STATES: tuple[JobState, ...] = ("completed", "failed", "cancelled")
 
 
@@ -254,3 +274,31 @@ class RunnerInfo:
     environment: Mapping[str, str]
     started_at: float
     heartbeat_at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Binding:
+    """Which input columns a job uses, and for what.
+
+    source, column: where prompts come from; column is "" for a prompt template
+    template_columns: columns that the prompt template names
+    params: columns that set sampling parameters per row
+    carried: columns that go to the results, in the input's order
+    """
+
+    source: Literal["prompt", "messages", "template"]
+    column: str
+    template_columns: tuple[str, ...] = ()
+    params: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Columns whose values are needed to run a row."""
+        named = (self.column,) if self.column else self.template_columns
+        return tuple(dict.fromkeys((*named, *self.params)))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns to read."""
+        return tuple(dict.fromkeys((*self.values, *self.carried)))
