@@ -1,0 +1,211 @@
+"""The driver: the process that talks to Ray, a child of the runner.
+
+`python -m jobs.driver --fd N --temp-dir DIR`: N is the child's end of a socket pair. Its main
+thread starts Ray and then carries events from the engine actor to the runner; a second thread
+carries commands the other way. When the pipe ends, the runner is gone or wants us gone: then
+everything of Ray is killed, and this process ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import ray
+import ray.exceptions
+
+from engine import EngineConfig
+from engine.machine import usable_cores
+from jobs.engine_actor import start_actor
+from jobs.messages import (
+    ActorStarted,
+    AddShard,
+    Command,
+    DriverFailed,
+    DriverReady,
+    EndJob,
+    Event,
+    JobFailed,
+    StartJob,
+)
+from jobs.processes import INSTANCE_VARIABLE, ProcessId, kill_instance
+from jobs.records import JobError
+
+OBJECT_STORE_NBYTES = 80 << 20  # Ray's least is 75 MiB; its default is a third of RAM
+POLL_TIMEOUT_S = 1.0
+_CORE_PROCESSES = ("raylet", "gcs_server")
+
+log = logging.getLogger("jobs.driver")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKey:
+    """Jobs with equal keys can share an engine. The model file is known by size and time too."""
+
+    model: str
+    nbytes: int
+    mtime_ns: int
+    config: EngineConfig
+
+    @classmethod
+    def of(cls, command: StartJob) -> EngineKey:
+        stat = os.stat(command.spec.model)
+        return cls(command.spec.model, stat.st_size, stat.st_mtime_ns, command.spec.engine)
+
+
+class Driver:
+    """Keeps one engine actor and passes messages between it and the runner."""
+
+    def __init__(self, pipe: Connection, temp_dir: Path) -> None:
+        self._pipe = pipe
+        self._pipe_lock = threading.Lock()
+        self._temp_dir = temp_dir
+        self._actor: Any = None
+        self._key: EngineKey | None = None
+        self._process: ProcessId | None = None
+        self._actor_changed = threading.Condition()
+
+    def run(self) -> NoReturn:
+        """Serve until the pipe ends or Ray is lost; never returns."""
+        try:
+            self._start_ray()
+            threading.Thread(target=self._obey, name="commands", daemon=True).start()
+            while True:
+                self._relay_events()
+        except Exception as error:
+            log.exception("the driver ends")
+            self._send(DriverFailed(f"{type(error).__name__}: {error}"))
+        end_instance(1)
+
+    def _start_ray(self) -> None:
+        started = time.monotonic()
+        ray.init(
+            address="local",
+            num_cpus=usable_cores(),
+            num_gpus=0,
+            object_store_memory=OBJECT_STORE_NBYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            _temp_dir=str(self._temp_dir),
+            _node_ip_address="127.0.0.1",
+        )
+        self._send(DriverReady(round(time.monotonic() - started, 3), ray_processes()))
+
+    def _send(self, event: Event) -> None:
+        with self._pipe_lock:
+            try:
+                self._pipe.send(event)
+            except OSError:
+                end_instance(0)
+
+    # ---- from the actor to the runner ----------------------------------------------------
+
+    def _relay_events(self) -> None:
+        with self._actor_changed:
+            self._actor_changed.wait_for(lambda: self._actor is not None)
+            actor = self._actor
+        try:
+            events = ray.get(actor.poll.remote(POLL_TIMEOUT_S))
+        except ray.exceptions.RayActorError:
+            if actor is not self._actor:
+                return  # it was replaced while we waited for it
+            raise
+        for event in events:
+            if isinstance(event, JobFailed):
+                # Its engine may be missing or half-way through a sweep: load afresh next time.
+                self._key = None
+            self._send(event)
+
+    # ---- from the runner to the actor ----------------------------------------------------
+
+    def _obey(self) -> None:
+        try:
+            while True:
+                command: Command = self._pipe.recv()
+                match command:
+                    case StartJob():
+                        self._start_job(command)
+                    case AddShard() | EndJob():
+                        self._forward(command)
+        except (EOFError, OSError):
+            end_instance(0)
+        except Exception as error:
+            log.exception("a command failed")
+            self._send(DriverFailed(f"{type(error).__name__}: {error}"))
+            end_instance(1)
+
+    def _start_job(self, command: StartJob) -> None:
+        try:
+            key = EngineKey.of(command)
+            if key != self._key:
+                self._replace_actor(command, key)
+        except (JobError, OSError) as error:
+            self._send(JobFailed(command.attempt, str(error), traceback.format_exc()))
+            return
+        assert self._process is not None
+        self._send(ActorStarted(command.attempt, self._process))
+        self._forward(command)
+
+    def _replace_actor(self, command: StartJob, key: EngineKey) -> None:
+        num_cpus = command.spec.engine.num_threads or usable_cores()
+        if num_cpus > usable_cores():
+            raise JobError(
+                f"the engine is to use {num_cpus} cores and this machine lets us use "
+                f"{usable_cores()}; lower --threads"
+            )
+        self._drop_actor()
+        actor = start_actor(num_cpus)
+        self._process = ray.get(actor.process.remote())
+        with self._actor_changed:
+            self._actor, self._key = actor, key
+            self._actor_changed.notify_all()
+
+    def _drop_actor(self) -> None:
+        with self._actor_changed:
+            actor, self._actor, self._key = self._actor, None, None
+        if actor is None or self._process is None:
+            return
+        ray.kill(actor)
+        # Its memory must be free before the next engine measures what is.
+        while self._process.is_running():
+            time.sleep(0.02)
+
+    def _forward(self, command: Command) -> None:
+        if self._actor is not None:
+            self._actor.send.remote(command)
+
+
+def ray_processes() -> tuple[ProcessId, ...]:
+    """Those processes of our Ray that it cannot live without."""
+    children = psutil.Process().children()
+    found = [ProcessId.of(child.pid) for child in children if child.name() in _CORE_PROCESSES]
+    return tuple(process for process in found if process is not None)
+
+
+def end_instance(status: int) -> NoReturn:
+    """Kill everything that carries our marker, then end this process without ceremony."""
+    kill_instance(os.environ[INSTANCE_VARIABLE], timeout_s=3.0)
+    os._exit(status)
+
+
+def main() -> NoReturn:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--temp-dir", type=Path, required=True)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    Driver(Connection(options.fd), options.temp_dir).run()
+
+
+if __name__ == "__main__":
+    main()

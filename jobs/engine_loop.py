@@ -1,0 +1,210 @@
+"""The loop around an engine: commands in, rows through the engine, batches of results out.
+
+It runs in a thread of the engine actor and knows nothing of Ray. Shards queue up here, so the
+engine never drains between them; rows are read and prepared only as the engine can soon take them.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from engine import Engine, EngineConfig, EngineError, Request, SamplingParams
+from jobs.messages import (
+    AddShard,
+    BatchDone,
+    Command,
+    EndJob,
+    Event,
+    JobEnded,
+    JobFailed,
+    JobReady,
+    Progress,
+    StartJob,
+)
+from jobs.records import JobError
+from jobs.row_source import RowSource
+
+FLUSH_INTERVAL_S = 1.0
+FLUSH_ROWS = 4096
+MIN_WAITING = 64
+FILL_TIME_S = 0.1
+
+MakeEngine = Callable[[str, EngineConfig], Engine]
+MakeSource = Callable[[StartJob, Engine], RowSource]
+
+
+class EngineLoop:
+    """Runs jobs, one at a time, through one engine that the first of them loads.
+
+    make_engine: loads a model with a configuration
+    make_source: opens a job's rows for an engine
+    """
+
+    def __init__(self, make_engine: MakeEngine, make_source: MakeSource = RowSource.open) -> None:
+        self._make_engine = make_engine
+        self._make_source = make_source
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._engine: Engine | None = None
+        self._job: _RunningJob | None = None
+        self._attempt = 0
+
+    # ---- from other threads --------------------------------------------------------------
+
+    def send(self, command: Command) -> None:
+        """Take a command; it is obeyed between two sweeps."""
+        self._commands.put(command)
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """All events not yet handed over; waits for the first at most `timeout_s`."""
+        try:
+            events = [self._events.get(timeout=timeout_s)]
+            while True:
+                events.append(self._events.get_nowait())
+        except queue.Empty:
+            pass
+        return events
+
+    # ---- the engine's thread -------------------------------------------------------------
+
+    def run(self) -> None:
+        """Obey commands and sweep, forever. What fails ends the job, not the loop."""
+        while True:
+            try:
+                self._obey_commands()
+                if self._job is not None:
+                    self._step(self._job)
+            except Exception as error:
+                self._fail(error)
+
+    def _obey_commands(self) -> None:
+        busy = self._job is not None and not self._job.is_idle
+        while True:
+            try:
+                command = self._commands.get(block=not busy)
+            except queue.Empty:
+                return
+            self._obey(command)
+            busy = True
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, StartJob):
+            self._start(command)
+        elif self._job is None or command.attempt != self._job.attempt:
+            return
+        elif isinstance(command, AddShard):
+            self._job.source.add_shard(command.shard)
+        elif isinstance(command, EndJob):
+            self._end(self._job)
+
+    def _start(self, command: StartJob) -> None:
+        started = time.monotonic()
+        self._job = None
+        self._attempt = command.attempt
+        phases: dict[str, float] = {}
+        if self._engine is None:
+            self._engine = self._make_engine(command.spec.model, command.spec.engine)
+            loaded = time.monotonic()
+            warm_up(self._engine)
+            phases["load_s"] = round(loaded - started, 3)
+            phases["compile_s"] = round(time.monotonic() - loaded, 3)
+        source = self._make_source(command, self._engine)
+        self._job = _RunningJob(command.attempt, self._engine, source)
+        record = {**self._engine.record(), **phases}
+        self._events.put(JobReady(command.attempt, record))
+
+    def _step(self, job: _RunningJob) -> None:
+        job.fill()
+        job.sweep()
+        if job.is_flush_due():
+            self._events.put(job.flush())
+
+    def _end(self, job: _RunningJob) -> None:
+        job.engine.cancel_all()
+        if job.source.num_finished:
+            self._events.put(job.flush())
+        self._events.put(JobEnded(job.attempt))
+        self._job = None
+
+    def _fail(self, error: Exception) -> None:
+        known = isinstance(error, EngineError | JobError | OSError)
+        reason = str(error) if known else f"{type(error).__name__}: {error}"
+        self._events.put(JobFailed(self._attempt, reason, traceback.format_exc()))
+        self._job = None
+
+
+class _RunningJob:
+    """One job inside the loop."""
+
+    def __init__(self, attempt: int, engine: Engine, source: RowSource) -> None:
+        self.attempt = attempt
+        self.engine = engine
+        self.source = source
+        self._base = asdict(engine.totals)
+        self._first_admission_at: float | None = None
+        self._flushed_at = time.monotonic()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing can happen before the next command."""
+        return not (self.engine.has_work or self.source.has_unread or self.source.has_news)
+
+    def fill(self) -> None:
+        """Prepare rows until as many wait as the engine may admit soon, or time is up."""
+        engine, source = self.engine, self.source
+        deadline = time.monotonic() + FILL_TIME_S
+        target = max(MIN_WAITING, 2 * engine.num_running)
+        while source.has_unread and engine.num_waiting < target:
+            request = source.next_request()
+            if request is not None:
+                engine.add(request)
+            if time.monotonic() > deadline and (engine.has_work or source.num_finished):
+                return
+
+    def sweep(self) -> None:
+        if not self.engine.has_work:
+            return
+        if self._first_admission_at is None:
+            self._first_admission_at = time.time()
+        for row in self.engine.sweep():
+            self.source.finish(row)
+
+    def is_flush_due(self) -> bool:
+        """Once a second, or when much has come together; at once when the engine runs dry."""
+        if not self.source.has_news:
+            return False
+        dry = not (self.engine.has_work or self.source.has_unread)
+        late = time.monotonic() - self._flushed_at >= FLUSH_INTERVAL_S
+        return dry or late or self.source.num_finished >= FLUSH_ROWS
+
+    def flush(self) -> BatchDone:
+        self._flushed_at = time.monotonic()
+        batch, shards = self.source.take_finished()
+        return BatchDone(self.attempt, batch, shards, self._progress())
+
+    def _progress(self) -> Progress:
+        totals: Mapping[str, Any] = asdict(self.engine.totals)
+        return Progress(
+            rows_on_board=self.engine.num_running,
+            rows_waiting=self.engine.num_waiting,
+            num_sweeps=totals["num_sweeps"] - self._base["num_sweeps"],
+            prompt_tokens=totals["prompt_tokens"] - self._base["prompt_tokens"],
+            completion_tokens=totals["completion_tokens"] - self._base["completion_tokens"],
+            first_admission_at=self._first_admission_at,
+        )
+
+
+def warm_up(engine: Engine) -> None:
+    """Run one tiny row, so that everything compiled on first use is compiled."""
+    token_ids = np.zeros(2, np.int32)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    engine.add(Request(row_index=0, token_ids=token_ids, params=params))
+    while engine.has_work:
+        engine.sweep()

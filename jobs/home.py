@@ -1,0 +1,73 @@
+"""Where everything of one user lives on disk: the state folder and the names inside it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+HOME_VARIABLE = "NTX_HOME"
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The state folder. `path` is absolute, with symbolic links resolved."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: str | Path | None = None) -> Home:
+        """The folder given, else $NTX_HOME, else the platform's; created where absent (0700).
+
+        Raises OSError: the folder cannot be made.
+        """
+        chosen = path or os.environ.get(HOME_VARIABLE) or platformdirs.user_data_dir("ntx-batch")
+        home = cls(Path(chosen).expanduser().resolve())
+        home.jobs_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return home
+
+    @property
+    def key(self) -> str:
+        """Names this folder in process environments and temp folders: 12 hex digits."""
+        return hashlib.sha256(os.fsencode(self.path)).hexdigest()[:12]
+
+    @property
+    def state_path(self) -> Path:
+        return self.path / "state.sqlite"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.path / "runner.lock"
+
+    @property
+    def log_path(self) -> Path:
+        return self.path / "runner.log"
+
+    @property
+    def numba_dir(self) -> Path:
+        return self.path / "numba"
+
+    @property
+    def ray_token_path(self) -> Path:
+        return self.path / "ray-token"
+
+    @property
+    def instance_path(self) -> Path:
+        """Pids and start times of the processes of the last driver, for the next runner."""
+        return self.path / "instance.json"
+
+    @property
+    def jobs_dir(self) -> Path:
+        return self.path / "jobs"
+
+    def job_dir(self, job_id: str) -> Path:
+        return self.jobs_dir / job_id
+
+    def results_dir(self, job_id: str) -> Path:
+        return self.job_dir(job_id) / "results"
+
+    def job_log_path(self, job_id: str) -> Path:
+        return self.job_dir(job_id) / "log.txt"

@@ -1,0 +1,162 @@
+"""One claimed job in the runner: which rows are still to run, and what becomes of finished ones.
+
+It knows the store and the results folder; it knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jobs.messages import BatchDone
+from jobs.records import Job, JobState, Part, Shard
+from jobs.store import JobStore
+
+RECORD_INTERVAL_S = 2.0
+
+
+class Publisher(Protocol):
+    """Makes a part's file appear in the results folder, whole; accepts one already there."""
+
+    def __call__(self, job: Job, part: Part, blobs: Sequence[bytes]) -> None: ...
+
+
+class JobRun:
+    """What the runner does with a job's rows, from its claim to its end.
+
+    publish: makes part files
+    clock: Unix seconds
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        job: Job,
+        publish: Publisher,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.job = job
+        self._store = store
+        self._publish = publish
+        self._clock = clock
+        self._record: dict[str, Any] = dict(job.record)
+        self._recorded_at = 0.0
+        self._num_done = job.num_ok + job.num_error
+        self._num_ok = job.num_ok
+
+    # ---- before the first row ------------------------------------------------------------
+
+    def open(self) -> None:
+        """Finish what an earlier runner began to publish; show the schema; fix the total."""
+        spec, manifest = self.job.spec, self.job.manifest
+        self.total = manifest.num_rows if spec.limit is None else min(manifest.num_rows, spec.limit)
+        self._store.set_total(self.job.id, self.total)
+        Path(self.job.results_dir).mkdir(parents=True, exist_ok=True)
+        for part, blobs in self._store.unfinished_parts(self.job.id):
+            self._complete_part(part, blobs)
+        if not self._store.parts(self.job.id):
+            self._complete_part(*self._store.begin_part(self.job.id))
+
+    @property
+    def is_complete(self) -> bool:
+        return self._num_done == self.total
+
+    @property
+    def num_done(self) -> int:
+        return self._num_done
+
+    def shards(self) -> Iterator[Shard]:
+        """What is still to run, in order, as row ranges."""
+        return plan_shards(
+            self.total,
+            self.job.spec.shard_rows,
+            lambda begin, end: self._store.done_rows(self.job.id, begin, end),
+        )
+
+    # ---- finished rows -------------------------------------------------------------------
+
+    def commit(self, event: BatchDone) -> None:
+        """Keep a batch; from the return of this on, its rows are never computed again."""
+        batch = event.batch
+        if batch is not None and batch.row_indices:
+            self._num_done = self._store.commit_batch(self.job.id, batch)
+            self._num_ok += batch.num_ok
+        progress = event.progress
+        if self._record.get("first_admission_at") is None:
+            self._record["first_admission_at"] = progress.first_admission_at
+        self._record["last_commit_at"] = self._clock()
+        self._record["progress"] = {
+            "rows_on_board": progress.rows_on_board,
+            "rows_waiting": progress.rows_waiting,
+            "num_sweeps": progress.num_sweeps,
+            "prompt_tokens": progress.prompt_tokens,
+            "completion_tokens": progress.completion_tokens,
+        }
+        if self._clock() - self._recorded_at >= RECORD_INTERVAL_S:
+            self.save_record()
+
+    def cut_part_if_due(self) -> None:
+        """Publish what the spool holds when it is large or old enough."""
+        spec, size = self.job.spec, self._store.spool_size(self.job.id)
+        if size.oldest_at is None:
+            return
+        age_s = self._clock() - size.oldest_at
+        if size.nbytes >= spec.part_nbytes or age_s >= spec.part_interval_s:
+            self._complete_part(*self._store.begin_part(self.job.id))
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Add facts to the job's record."""
+        self._record.update(facts)
+        self.save_record()
+
+    def save_record(self) -> None:
+        self._recorded_at = self._clock()
+        self._store.set_record(self.job.id, self._record)
+
+    # ---- the end -------------------------------------------------------------------------
+
+    def finish(self) -> JobState:
+        """All rows are in: publish the rest and say how the job ended."""
+        self._publish_rest()
+        if self.total and not self._num_ok:
+            reason = f"none of {self.total} rows succeeded; see error_code in its results"
+            self._store.set_state(self.job.id, "failed", reason=reason)
+            return "failed"
+        self._store.set_state(self.job.id, "completed")
+        return "completed"
+
+    def stop(self, state: JobState, reason: str | None = None) -> None:
+        """The job leaves the runner with rows still to run; those in the spool stay there."""
+        if state in ("failed", "cancelled"):
+            self._publish_rest()
+        else:
+            self.save_record()
+        self._store.set_state(self.job.id, state, reason=reason)
+
+    def _publish_rest(self) -> None:
+        if self._store.spool_size(self.job.id).num_rows:
+            self._complete_part(*self._store.begin_part(self.job.id))
+        self.save_record()
+
+    def _complete_part(self, part: Part, blobs: list[bytes]) -> None:
+        self._publish(self.job, part, blobs)
+        self._store.commit_part(self.job.id, part.number)
+
+
+def plan_shards(
+    total: int, shard_rows: int, done_rows: Callable[[int, int], np.ndarray]
+) -> Iterator[Shard]:
+    """Cut [0, total) into row ranges, leaving out those that are finished whole.
+
+    done_rows: finished row indices in [begin, end), ascending
+    """
+    for number, begin in enumerate(range(0, total, shard_rows)):
+        end = min(begin + shard_rows, total)
+        done = np.unique(done_rows(begin, end))
+        if len(done) < end - begin:
+            yield Shard(number=number, begin=begin, end=end, done=tuple(done.tolist()))

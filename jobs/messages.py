@@ -1,0 +1,117 @@
+"""What runner, driver and engine actor say to each other.
+
+Commands go down (runner, driver, actor), events come up. Each names the attempt it belongs to: a
+number that the runner never uses twice, so that what an abandoned attempt still says is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jobs.processes import ProcessId
+from jobs.records import JobSpec, Manifest, RowBatch, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class StartJob:
+    """Make an engine for the job's model ready, or reuse the one that is."""
+
+    attempt: int
+    job_id: str
+    spec: JobSpec
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class AddShard:
+    """Run these rows after those added before."""
+
+    attempt: int
+    shard: Shard
+
+
+@dataclass(frozen=True, slots=True)
+class EndJob:
+    """Stop the job: rows on board and waiting are dropped, finished ones are handed over."""
+
+    attempt: int
+
+
+Command = StartJob | AddShard | EndJob
+
+
+@dataclass(frozen=True, slots=True)
+class DriverReady:
+    """Ray is up. ray_s: seconds that took; processes: those of Ray"""
+
+    ray_s: float
+    processes: tuple[ProcessId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ActorStarted:
+    """The process of the engine actor that has the job, new or reused; it may still be loading."""
+
+    attempt: int
+    process: ProcessId
+
+
+@dataclass(frozen=True, slots=True)
+class JobReady:
+    """The engine can take rows.
+
+    record: what the engine says of itself; `load_s` and `compile_s` in it where it was loaded now
+    """
+
+    attempt: int
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where the engine stands. Counts are of this attempt; first_admission_at is Unix time."""
+
+    rows_on_board: int
+    rows_waiting: int
+    num_sweeps: int
+    prompt_tokens: int
+    completion_tokens: int
+    first_admission_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDone:
+    """Finished rows, and the shards whose last row is in this batch or an earlier one."""
+
+    attempt: int
+    batch: RowBatch | None
+    shards_done: tuple[int, ...]
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnded:
+    """The answer to EndJob: nothing more comes from this attempt."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailed:
+    """The job cannot run or cannot go on. reason: one line; detail: for the log"""
+
+    attempt: int
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverFailed:
+    """Ray or the actor is gone or would not start."""
+
+    reason: str
+
+
+Event = DriverReady | ActorStarted | JobReady | BatchDone | JobEnded | JobFailed | DriverFailed

@@ -1,0 +1,335 @@
+"""From an input row to a request, or to the error row that says why it cannot run.
+
+Pure: no files, no Ray, no engine state. What cannot run becomes a result with a code; nothing that
+a row holds raises.
+
+Over-long prompts are error rows unless the spec asks for truncation. Then a prompt that does not
+fit is cut to the context length less `max_tokens`, but never to less than half of the context
+length, so that a large `max_tokens` cannot eat the prompt. Cutting at the left keeps a leading BOS.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from engine import FinishedRow, Request, RowError, SamplingParams, TemplateError
+from engine.params import params_from_mapping, validate_params
+from jobs.records import Binding, JobSpec, SpecError
+
+Values = Mapping[str, Any]
+
+
+class TextEncoder(Protocol):
+    """What is used of a tokenizer."""
+
+    bos_id: int | None
+    num_tokens: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+class ChatEncoder(Protocol):
+    """What is used of a chat template: a conversation rendered and turned into token ids."""
+
+    def encode(
+        self, messages: list[dict[str, Any]], tokenizer: Any, **kwargs: Any
+    ) -> list[int]: ...
+
+
+class PromptRenderer(Protocol):
+    """What is used of a prompt template: the prompt of a row's columns."""
+
+    def render(self, columns: Values) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowFacts:
+    """What preparing found out about a row, for its result.
+
+    original_prompt_tokens: tokens before the cut; None where nothing was cut
+    sampling_params: JSON, as used; None where the row never got that far
+    """
+
+    truncated: bool = False
+    original_prompt_tokens: int | None = None
+    sampling_params: str | None = None
+
+
+class RowPreparer:
+    """Prepares the rows of one job.
+
+    binding: which columns hold the prompt and the row's own parameters
+    chat_template: the job's own, else the model's; None where there is neither
+    prompt_template: the job's, where the binding's source is one
+
+    Raises SpecError: a chat template is needed and there is none.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        binding: Binding,
+        *,
+        tokenizer: TextEncoder,
+        chat_template: ChatEncoder | None,
+        context_length: int,
+        prompt_template: PromptRenderer | None = None,
+    ) -> None:
+        self._spec = spec
+        self._binding = binding
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._context_length = context_length
+        self._prompt_template = prompt_template
+        if chat_template is None and (spec.chat or binding.source == "messages"):
+            raise SpecError(
+                f"{spec.model} has no chat template, which "
+                f"{'--chat' if spec.chat else 'a messages column'} needs; "
+                "give one with --chat-template"
+            )
+
+    def prepare(self, row_index: int, values: Values) -> tuple[Request | FinishedRow, RowFacts]:
+        """Turn one row into a request, or into its error row.
+
+        values: the row's columns as Python values
+        """
+        params: SamplingParams | None = None
+        num_tokens = 0
+        try:
+            params = self._params(values)
+            token_ids = self._encode(values)
+            num_tokens = len(token_ids)
+            kept = self._fit(token_ids, params)
+        except RowError as error:
+            return error_row(row_index, error, num_tokens), _facts(params)
+        except Exception as error:
+            wrapped = RowError("internal_error", f"{type(error).__name__}: {error}")
+            return error_row(row_index, wrapped, num_tokens), _facts(params)
+        request = Request(
+            row_index=row_index,
+            token_ids=np.asarray(kept, np.int32),
+            params=params,
+            job_seed=self._spec.seed,
+        )
+        cut = len(kept) < num_tokens
+        return request, _facts(params, original_prompt_tokens=num_tokens if cut else None)
+
+    # ---- the row's parameters ------------------------------------------------------------
+
+    def _params(self, values: Values) -> SamplingParams:
+        given: dict[str, Any] = {}
+        for column in self._binding.params:
+            value = values.get(column)
+            if column != "sampling_params":
+                given[column] = value
+            elif isinstance(value, Mapping):
+                given.update(value)
+            elif value is not None:
+                raise RowError(
+                    "invalid_parameter",
+                    f"sampling_params is a {type(value).__name__}, not a struct of parameters",
+                )
+        params = params_from_mapping(self._spec.params, given)
+        validate_params(params, self._tokenizer.num_tokens)
+        return params
+
+    # ---- the prompt ----------------------------------------------------------------------
+
+    def _encode(self, values: Values) -> list[int]:
+        try:
+            if self._binding.source == "messages":
+                return self._encode_chat(as_messages(values.get(self._binding.column)))
+            text = self._prompt_text(values)
+            if not self._spec.chat:
+                return self._tokenizer.encode(text)
+            system = self._spec.system
+            turns = [{"role": "system", "content": system}] if system is not None else []
+            return self._encode_chat([*turns, {"role": "user", "content": text}])
+        except TemplateError as error:
+            raise RowError("template_error", str(error)) from error
+        except UnicodeEncodeError as error:
+            raise RowError(
+                "invalid_utf8",
+                f"the text holds {error.object[error.start : error.end]!r} at character "
+                f"{error.start}, which UTF-8 cannot write",
+            ) from error
+
+    def _prompt_text(self, values: Values) -> str:
+        column = self._binding.column
+        if self._prompt_template is not None:
+            text: Any = self._prompt_template.render(values)
+        else:
+            text = values.get(column)
+        if text is None:
+            raise RowError("invalid_prompt", f"column {column} is null")
+        if not isinstance(text, str):
+            kind = type(text).__name__
+            raise RowError("invalid_prompt", f"column {column} holds a {kind}, not text")
+        if text == "":
+            raise RowError("empty_prompt", "the prompt is an empty string")
+        return text
+
+    def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        assert self._chat_template is not None
+        return self._chat_template.encode(messages, self._tokenizer, **self._spec.template_kwargs)
+
+    # ---- its length ----------------------------------------------------------------------
+
+    def _fit(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        if not token_ids:
+            raise RowError("empty_prompt", "the prompt has no tokens")
+        limit = self._context_length
+        if len(token_ids) < limit:
+            return token_ids
+        if self._spec.truncate is None:
+            raise RowError(
+                "context_length_exceeded",
+                f"the prompt has {len(token_ids)} tokens; the context window holds {limit} and "
+                "one must be left for the answer; shorten it or cut it with --truncate",
+            )
+        return truncate(
+            token_ids,
+            max(limit - max(params.max_tokens, 1), limit // 2),
+            side=self._spec.truncate,
+            bos_id=self._tokenizer.bos_id,
+        )
+
+
+def truncate(
+    token_ids: list[int], num_kept: int, *, side: Literal["left", "right"], bos_id: int | None
+) -> list[int]:
+    """Keep `num_kept` tokens, the last ones where `side` is left; a leading BOS stays."""
+    if side == "right":
+        return token_ids[:num_kept]
+    if bos_id is not None and token_ids[0] == bos_id and num_kept > 1:
+        return [bos_id, *token_ids[len(token_ids) - num_kept + 1 :]]
+    return token_ids[len(token_ids) - num_kept :]
+
+
+def prompt_source(
+    spec: JobSpec, columns: tuple[str, ...]
+) -> tuple[Literal["prompt", "messages", "template"], str]:
+    """Where prompts come from: the kind of source, and its column ("" for a prompt template).
+
+    Raises SpecError: no column to take, one that is not there, or two without a choice.
+    """
+    if spec.prompt_template is not None:
+        return "template", ""
+    named = spec.prompt_column or spec.messages_column
+    if named is not None:
+        if named not in columns:
+            raise SpecError(f"{spec.input} has no column {named}; it has {', '.join(columns)}")
+        return ("prompt" if spec.prompt_column else "messages"), named
+    match ("prompt" in columns, "messages" in columns):
+        case (True, True):
+            raise SpecError(
+                f"{spec.input} has a prompt and a messages column; choose one with "
+                "--prompt-column or --messages-column"
+            )
+        case (True, False):
+            return "prompt", "prompt"
+        case (False, True):
+            return "messages", "messages"
+    raise SpecError(
+        f"{spec.input} has no prompt or messages column, only {', '.join(columns)}; name one with "
+        "--prompt-column or --messages-column, or build prompts with --prompt-template"
+    )
+
+
+# ---- messages ----------------------------------------------------------------------------
+
+
+def as_messages(value: Any) -> list[dict[str, Any]]:
+    """A conversation in any of its forms as a list of dicts without null keys.
+
+    value: a list of mappings or of (key, value) pairs, or JSON text of such a list
+
+    Raises RowError: `invalid_prompt` for another shape, `empty_prompt` for no message at all,
+    `unsupported_content` for a part that is not text.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError("invalid_prompt", f"messages is not JSON: {error}") from error
+    if not isinstance(value, list):
+        kind = "null" if value is None else f"a {type(value).__name__}"
+        raise RowError("invalid_prompt", f"messages is {kind}, not a list of role and content")
+    if not value:
+        raise RowError("empty_prompt", "the conversation has no messages")
+    return [_as_message(item, number) for number, item in enumerate(value, 1)]
+
+
+def _as_message(item: Any, number: int) -> dict[str, Any]:
+    message: dict[str, Any] = _without_nulls(_as_mapping(item, f"message {number}"))
+    if not isinstance(message.get("role"), str):
+        raise RowError("invalid_prompt", f"message {number} has no role")
+    content = message.get("content")
+    if isinstance(content, list):
+        message["content"] = "".join(_part_text(part, number) for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise RowError(
+            "invalid_prompt",
+            f"the content of message {number} is a {type(content).__name__}, not text",
+        )
+    return message
+
+
+def _part_text(part: Any, number: int) -> str:
+    if isinstance(part, str):
+        return part
+    fields = _without_nulls(_as_mapping(part, f"a content part of message {number}"))
+    kind = fields.get("type", "text")
+    if kind != "text" or not isinstance(fields.get("text"), str):
+        raise RowError(
+            "unsupported_content",
+            f"message {number} has a content part of type {kind}; only text can be run",
+        )
+    return str(fields["text"])
+
+
+def _as_mapping(item: Any, what: str) -> dict[str, Any]:
+    if isinstance(item, Mapping):
+        return dict(item)
+    try:
+        return {key: value for key, value in item if isinstance(key, str)}
+    except (TypeError, ValueError):
+        raise RowError(
+            "invalid_prompt", f"{what} is a {type(item).__name__}, not a struct or a map"
+        ) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    # Arrow gives every struct all keys of its type; one that is null was not in the conversation.
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+# ---- results -----------------------------------------------------------------------------
+
+
+def _facts(params: SamplingParams | None, *, original_prompt_tokens: int | None = None) -> RowFacts:
+    return RowFacts(
+        truncated=original_prompt_tokens is not None,
+        original_prompt_tokens=original_prompt_tokens,
+        sampling_params=None if params is None else params.to_json(),
+    )
+
+
+def error_row(row_index: int, error: RowError, prompt_tokens: int = 0) -> FinishedRow:
+    """The result of a row that cannot run."""
+    return FinishedRow(
+        row_index=row_index,
+        status="error",
+        prompt_tokens=prompt_tokens,
+        error_code=error.code,
+        error_message=str(error),
+    )

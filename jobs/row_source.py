@@ -1,0 +1,158 @@
+"""The rows of one job inside the engine actor: read, prepared, and gathered when they are done."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from engine import Engine, FinishedRow, Request, RowError
+from engine.chat import PromptTemplate, make_chat_template
+from jobs.dataset import RecordBatch, RowReader, Schema, bind_columns, read_schema, row_values
+from jobs.messages import StartJob
+from jobs.prepare import RowFacts, RowPreparer, error_row
+from jobs.records import Binding, JobSpec, RowBatch, Shard
+from jobs.results import ResultRow, build_row_batch, result_schema
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A row between reading and its result."""
+
+    shard: int
+    facts: RowFacts
+    carried: RecordBatch
+
+
+@dataclass(slots=True)
+class _InputRow:
+    """A row as read. values: those needed to run it, or why there are none"""
+
+    index: int
+    values: dict[str, Any] | RowError
+    carried: RecordBatch
+    shard: int
+
+
+class RowSource:
+    """Hands out requests shard by shard and takes back finished rows.
+
+    Nothing is read before it is asked for, and at most one record batch is held beside the rows
+    that are in the engine.
+    """
+
+    def __init__(
+        self, reader: RowReader, preparer: RowPreparer, binding: Binding, schema: Schema
+    ) -> None:
+        self._reader = reader
+        self._preparer = preparer
+        self._binding = binding
+        self._schema = schema
+        self._shards: deque[Shard] = deque()
+        self._rows: Iterator[_InputRow] = iter(())
+        self._next: _InputRow | None = None
+        self._pending: dict[int, _Pending] = {}
+        self._unfinished: dict[int, int] = {}
+        self._finished: list[ResultRow] = []
+
+    @classmethod
+    def open(cls, command: StartJob, engine: Engine) -> RowSource:
+        """Open a job's input for an engine.
+
+        Raises SpecError, DatasetError, TemplateError: the job cannot run on this input and model.
+        """
+        spec = command.spec
+        schema = read_schema(command.manifest)
+        binding = bind_columns(spec, schema)
+        preparer = RowPreparer(
+            spec,
+            binding,
+            tokenizer=engine.tokenizer,
+            chat_template=_chat_template(spec, engine),
+            context_length=engine.context_length,
+            prompt_template=_prompt_template(spec),
+        )
+        reader = RowReader(command.manifest, binding.columns)
+        return cls(reader, preparer, binding, result_schema(schema, binding, spec))
+
+    def close(self) -> None:
+        self._reader.close()
+
+    # ---- rows in -------------------------------------------------------------------------
+
+    def add_shard(self, shard: Shard) -> None:
+        self._unfinished[shard.number] = shard.end - shard.begin - len(shard.done)
+        self._shards.append(shard)
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether `next_request` has more."""
+        while self._next is None:
+            self._next = next(self._rows, None)
+            if self._next is None:
+                if not self._shards:
+                    return False
+                self._rows = self._read(self._shards.popleft())
+        return True
+
+    def next_request(self) -> Request | None:
+        """The next row to run; None where it turned out to be an error row, which is kept."""
+        assert self.has_unread and self._next is not None
+        row, self._next = self._next, None
+        if isinstance(row.values, RowError):
+            prepared: Request | FinishedRow = error_row(row.index, row.values)
+            facts = RowFacts()
+        else:
+            prepared, facts = self._preparer.prepare(row.index, row.values)
+        self._pending[row.index] = _Pending(row.shard, facts, row.carried)
+        if isinstance(prepared, Request):
+            return prepared
+        self.finish(prepared)
+        return None
+
+    def _read(self, shard: Shard) -> Iterator[_InputRow]:
+        done = frozenset(shard.done)
+        for first, batch in self._reader.read(shard.begin, shard.end):
+            values = row_values(batch, self._binding.values)
+            carried = batch.select(list(self._binding.carried))
+            for offset, row in enumerate(values):
+                if first + offset not in done:
+                    one = carried.slice(offset, 1)
+                    yield _InputRow(first + offset, row, one, shard.number)
+
+    # ---- rows out ------------------------------------------------------------------------
+
+    def finish(self, row: FinishedRow) -> None:
+        """Take a row's outcome, for the next batch."""
+        pending = self._pending.pop(row.row_index)
+        self._unfinished[pending.shard] -= 1
+        self._finished.append(ResultRow(row, pending.facts, pending.carried))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_finished` has something to say."""
+        return bool(self._finished) or 0 in self._unfinished.values()
+
+    @property
+    def num_finished(self) -> int:
+        """Rows for the next batch."""
+        return len(self._finished)
+
+    def take_finished(self) -> tuple[RowBatch | None, tuple[int, ...]]:
+        """Finished rows since the last call, and the shards that are complete with them."""
+        rows, self._finished = self._finished, []
+        shards = tuple(number for number, left in self._unfinished.items() if left == 0)
+        for number in shards:
+            del self._unfinished[number]
+        return (build_row_batch(self._schema, rows) if rows else None), shards
+
+
+def _chat_template(spec: JobSpec, engine: Engine) -> Any:
+    if spec.chat_template is None:
+        return engine.chat_template
+    return make_chat_template(spec.chat_template, engine.tokenizer)
+
+
+def _prompt_template(spec: JobSpec) -> PromptTemplate | None:
+    return None if spec.prompt_template is None else PromptTemplate(spec.prompt_template)
