@@ -1,0 +1,193 @@
+"""Making part files appear in a results folder: whole, on disk, and only under their final name.
+
+Readers differ in the names they ignore, so the folder never holds anything but complete parts. A
+file is written without a name (O_TMPFILE), or in a sibling folder where the file system cannot do
+that, and linked to its name once it is on the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobs.records import Job, Part, ResultsError
+from jobs.results import Schema, Table, blob_table, job_schema
+from jobs.specs import spec_to_json
+from kernels import __version__
+
+ROW_GROUP_NBYTES = 32 << 20
+_NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
+
+Write = Callable[[BinaryIO], None]
+
+
+def publish_part(job: Job, part: Part, blobs: Sequence[bytes]) -> None:
+    """Make a part's file from its spooled rows. Done again, it finds the file and accepts it.
+
+    Raises ResultsError: a file of that name is there and is not this part.
+    Raises OSError: disk full and the like, with the file's path; then nothing has appeared.
+    """
+    target = Path(job.results_dir) / part.name
+    if not target.exists():
+        schema = blob_table(blobs[0]).schema if blobs else job_schema(job)
+        facts = part_facts(job, part)
+        publish_file(target, lambda sink: write_parquet(sink, blobs, schema, facts))
+    check_part(target, job, part)
+    # Also where the file was found: its name may not be on the disk yet.
+    _sync_folder(target.parent)
+
+
+def part_facts(job: Job, part: Part) -> dict[str, str]:
+    """What a part's footer says of it."""
+    return {
+        "ntx_batch.job": job.id,
+        "ntx_batch.part": str(part.number),
+        "ntx_batch.version": __version__,
+        "ntx_batch.spec": spec_to_json(job.spec),
+    }
+
+
+def check_part(path: Path, job: Job, part: Part) -> None:
+    """Raise ResultsError where a file is not this part: another footer, other rows, damaged."""
+    try:
+        metadata = pq.read_metadata(path)
+    except (OSError, pa.ArrowException) as error:
+        raise ResultsError(f"{path} is in the way of part {part.number}: {error}") from error
+    footer = metadata.metadata or {}
+    for what, wanted, found in (
+        ("job", job.id, footer.get(b"ntx_batch.job", b"none").decode(errors="replace")),
+        ("part", str(part.number), footer.get(b"ntx_batch.part", b"none").decode(errors="replace")),
+        ("number of rows", str(part.num_rows), str(metadata.num_rows)),
+    ):
+        if wanted != found:
+            raise ResultsError(
+                f"{path} is in the way of part {part.number} of job {job.id}: its {what} is "
+                f"{found}, wanted is {wanted}; move it elsewhere"
+            )
+
+
+def claim_folder(folder: str | Path, job_id: str | None = None) -> None:
+    """Make sure that a results folder is there and holds nothing but parts of this job.
+
+    job_id: None, before there is a job, wants it empty or absent, and does not create it
+
+    Raises ResultsError: something else is in it, or it is a file.
+    """
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise ResultsError(f"results folder {path} is a file; name a folder")
+    ours = f"-{job_id}.parquet"
+    for name in sorted(os.listdir(path)) if path.exists() else []:
+        if job_id is None or not (name.startswith("part-") and name.endswith(ours)):
+            raise ResultsError(
+                f"results folder {path} is not empty: it has {name}; name a new folder with -o"
+            )
+    if job_id is not None and not path.exists():
+        path.mkdir(parents=True)
+        _sync_folder(path.parent)
+
+
+# ---- the file's content ------------------------------------------------------------------
+
+
+def write_parquet(
+    sink: BinaryIO, blobs: Iterable[bytes], schema: Schema, facts: dict[str, str]
+) -> None:
+    """Write spooled batches as one Parquet file, one row group in memory at a time.
+
+    facts: for the footer
+
+    Raises ResultsError: a batch has another schema.
+    """
+    with pq.ParquetWriter(sink, schema.with_metadata(facts), compression="zstd") as writer:
+        pending: list[Table] = []
+        for blob in blobs:
+            table = blob_table(blob)
+            if not table.schema.equals(schema):
+                raise ResultsError(
+                    f"a batch has columns {table.schema.names}, the part has {schema.names}; or "
+                    "their types differ"
+                )
+            pending.append(table)
+            if sum(table.nbytes for table in pending) >= ROW_GROUP_NBYTES:
+                _write_group(writer, pending)
+        if pending:
+            _write_group(writer, pending)
+
+
+def _write_group(writer: pq.ParquetWriter, pending: list[Table]) -> None:
+    table = pa.concat_tables(pending).unify_dictionaries()
+    writer.write_table(table.cast(writer.schema), row_group_size=max(table.num_rows, 1))
+    pending.clear()
+
+
+# ---- the file's name ---------------------------------------------------------------------
+
+
+def publish_file(target: Path, write: Write) -> None:
+    """Make `target` appear with what `write` writes, whole and on the disk, or not at all.
+
+    Where `target` is there already, it stays as it is.
+
+    Raises OSError: with the path; nothing has appeared.
+    """
+    try:
+        try:
+            publish_unnamed(target, write)
+        except OSError as error:
+            if error.errno not in _NO_UNNAMED_FILES:
+                raise
+            publish_from_sibling(target, write)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(target)) from error
+
+
+def publish_unnamed(target: Path, write: Write) -> None:
+    """Write a file that has no name until it is complete, then link it to `target`."""
+    fd = os.open(target.parent, os.O_TMPFILE | os.O_WRONLY, 0o666)
+    with open(fd, "wb") as sink:
+        _write_through(sink, write)
+        folder_fd = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            # NOTE: only with a folder's descriptor does os.link follow the link under /proc.
+            os.link(f"/proc/self/fd/{fd}", target.name, dst_dir_fd=folder_fd, follow_symlinks=True)
+        except FileExistsError:
+            pass
+        finally:
+            os.close(folder_fd)
+
+
+def publish_from_sibling(target: Path, write: Write) -> None:
+    """Write a file in a folder beside the results folder, then link it to `target`."""
+    folder = target.parent.with_name(f".{target.parent.name}.tmp")
+    folder.mkdir(exist_ok=True)
+    source = folder / target.name
+    try:
+        with open(source, "wb") as sink:
+            _write_through(sink, write)
+        os.link(source, target)
+    except FileExistsError:
+        pass
+    finally:
+        source.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _write_through(sink: BinaryIO, write: Write) -> None:
+    write(sink)
+    sink.flush()
+    os.fsync(sink.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
