@@ -30,7 +30,7 @@ $(DEVELOPED): pyproject.toml | $(INSTALLED)
 venv: $(DEVELOPED)
 
 demo: $(INSTALLED)
-	@$(BIN)/python scripts/demo.py
+	@$(BIN)/python -m scripts.demo
 
 test: $(DEVELOPED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -39,7 +39,7 @@ lint: $(DEVELOPED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python scripts/docs.py --check
+	$(BIN)/python -m scripts.docs --check
 	@echo "The ten largest files, in lines:"
 	@git ls-files -- $(addsuffix /*.py,$(SOURCES)) | xargs wc -l | grep -v ' total$$' | sort -rn | head -10
 

@@ -12,12 +12,14 @@ from engine.chat import ChatTemplate, PromptTemplate
 from engine.gguf_file import GgufFile
 from engine.hparams import check_tensors, read_hparams
 from engine.params import validate_params
-from engine.requests import RowError
-from jobs.dataset import bind_columns, build_manifest
-from jobs.prepare import prompt_source
-from jobs.records import JobSpec, Manifest, SpecError
+from engine.pretokenizers import find_pre_tokenizer
+from engine.requests import RowError, TokenizerError
+from jobs.columns import bind_columns
+from jobs.dataset import build_manifest, read_schema
+from jobs.records import Binding, JobSpec, Manifest, SpecError
 
 CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
+TOKENIZER_KINDS = ("llama", "gpt2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,11 +37,11 @@ def check_job(spec: JobSpec) -> Checked:
     """
     file = GgufFile.open(spec.model)
     _check_model(spec, file)
+    _check_tokenizer(spec, file)
     manifest = build_manifest(spec.input)
-    columns = bind_columns(spec, manifest)
-    source, column = prompt_source(spec, columns)
-    _check_templates(spec, file, uses_chat=spec.chat or source == "messages")
-    notes = (*_input_notes(spec, manifest, source, column), *_chat_notes(spec, file, source))
+    binding = bind_columns(spec, read_schema(manifest))
+    _check_templates(spec, file, uses_chat=spec.chat or binding.source == "messages")
+    notes = (*_input_notes(spec, manifest, binding), *_chat_notes(spec, file, binding))
     return Checked(manifest=manifest, notes=notes)
 
 
@@ -50,6 +52,18 @@ def _check_model(spec: JobSpec, file: GgufFile) -> None:
         validate_params(spec.params, hparams.num_tokens)
     except RowError as error:
         raise SpecError(str(error)) from error
+
+
+def _check_tokenizer(spec: JobSpec, file: GgufFile) -> None:
+    """The kind of vocabulary and the pre-tokenizer's name; building it all is the engine's work."""
+    kind = file.metadata.get("tokenizer.ggml.model")
+    if kind not in TOKENIZER_KINDS:
+        raise TokenizerError(
+            f"{spec.model}: tokenizer model {kind!r} is not one of {', '.join(TOKENIZER_KINDS)}"
+        )
+    if kind == "gpt2":
+        named = file.metadata.get("tokenizer.ggml.pre")
+        find_pre_tokenizer(spec.engine.pre_tokenizer or named or "default")
 
 
 def _check_templates(spec: JobSpec, file: GgufFile, *, uses_chat: bool) -> None:
@@ -68,25 +82,28 @@ def _check_templates(spec: JobSpec, file: GgufFile, *, uses_chat: bool) -> None:
         )
 
 
-def _input_notes(spec: JobSpec, manifest: Manifest, source: str, column: str) -> Iterator[str]:
+def _input_notes(spec: JobSpec, manifest: Manifest, binding: Binding) -> Iterator[str]:
     num_rows = manifest.num_rows if spec.limit is None else min(spec.limit, manifest.num_rows)
-    yield f"{num_rows} rows from {len(manifest.files)} file(s); {_source_text(source, column)}"
-    if spec.param_columns:
-        yield f"set for each row: {', '.join(spec.param_columns)}"
+    files = "1 file" if len(manifest.files) == 1 else f"{len(manifest.files)} files"
+    yield f"{num_rows} rows of {files}; {_source_text(binding)}"
+    if binding.params:
+        yield f"set for each row: {', '.join(binding.params)}"
     if manifest.skipped:
         some = ", ".join(manifest.skipped[:3]) + (", …" if len(manifest.skipped) > 3 else "")
-        yield f"skipped {len(manifest.skipped)} file(s) that are not input: {some}"
+        yield f"skipped in the input folder: {len(manifest.skipped)} ({some})"
 
 
-def _source_text(source: str, column: str) -> str:
-    match source:
+def _source_text(binding: Binding) -> str:
+    match binding.source:
         case "template":
-            return "prompts from the prompt template"
+            return f"prompts from the template, over {', '.join(binding.template_columns)}"
         case "messages":
-            return f"conversations from column {column}"
-    return f"prompts from column {column}"
+            return f"conversations from column {binding.column}"
+    return f"prompts from column {binding.column}"
 
 
-def _chat_notes(spec: JobSpec, file: GgufFile, source: str) -> Iterator[str]:
-    if source != "messages" and not spec.chat and CHAT_TEMPLATE_KEY in file.metadata:
+def _chat_notes(spec: JobSpec, file: GgufFile, binding: Binding) -> Iterator[str]:
+    if binding.source != "messages" and not spec.chat and CHAT_TEMPLATE_KEY in file.metadata:
         yield "the model has a chat template, which is not used; --chat wraps each prompt in it"
+    if spec.prompt_template is not None and spec.prompt_template.removesuffix("\n")[-1:].isspace():
+        yield "the prompt template ends in white space, which stays at the end of each prompt"

@@ -247,13 +247,3 @@ def _refuse_contradictions(spec: JobSpec) -> None:
         raise SpecError("system is the system message that chat puts before a prompt: add chat")
     if spec.device == "gpu":
         raise SpecError("the CUDA backend is not in this version: use device cpu or auto")
-    _refuse_unknown_params(spec.param_columns)
-
-
-def _refuse_unknown_params(columns: tuple[str, ...]) -> None:
-    known = (*SAMPLING_OPTIONS, "seed", "sampling_params")
-    for column in columns:
-        if column not in known:
-            raise SpecError(
-                f"param_columns: {column} is not a sampling parameter{nearest(column, known)}"
-            )

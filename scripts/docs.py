@@ -9,24 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ntx_batch.cli import command_tree
+
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference.md"
 HEAD = """# Reference
 
-Every command and every option. Generated from the commands' own help by `scripts/docs.py`; do not
-edit it here. Tasks are in [how-to.md](how-to.md).
+Every command and every option, out of the commands' own help: `python -m scripts.docs` writes this
+page. Tasks are in [how-to.md](how-to.md).
 
 A job may be named by a unique prefix of its id. Results go to stdout, everything else to stderr.
 """
 HIDDEN = ("--help", "-h", "--install-completion", "--show-completion")
-
-
-def command_tree() -> Any:
-    """The root command, as Typer builds it: has `commands`, each `params` and `help`."""
-    sys.path.insert(0, str(ROOT))
-    from ntx_batch.cli import command_tree
-
-    return command_tree()
 
 
 def commands(command: Any, path: tuple[str, ...] = ("ntx-batch",)) -> Iterator[tuple[str, Any]]:
@@ -113,7 +107,11 @@ def main() -> int:
     lines = difflib.unified_diff(
         present.splitlines(), wanted.splitlines(), "docs/reference.md", "the help", lineterm=""
     )
-    print("\n".join(lines), "\ndocs/reference.md is stale: run scripts/docs.py", file=sys.stderr)
+    print(
+        "\n".join(lines),
+        "\ndocs/reference.md is stale: run `python -m scripts.docs`",
+        file=sys.stderr,
+    )
     return 1
 
 

@@ -18,7 +18,7 @@ MAY_IMPORT = {
 }
 HOMES = {
     "ray": {"jobs/engine_actor.py", "jobs/driver.py"},
-    "pyarrow": {"jobs/dataset.py", "jobs/results.py", "jobs/publish.py"},
+    "pyarrow": {"jobs/columns.py", "jobs/dataset.py", "jobs/publish.py", "jobs/results.py"},
     "sqlite3": {"jobs/store.py"},
     "typer": {"ntx_batch/cli.py"},
     "cupy": {"kernels/cuda/"},
