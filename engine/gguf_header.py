@@ -26,6 +26,7 @@ MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 16
 MAX_ARRAY_ITEMS = 1 << 22  # of all arrays together; the largest known vocabularies have 1.3 M
 MAX_NAME_NBYTES = 1 << 16
+MAX_VALUE_NBYTES = 1 << 28
 MAX_DIMENSIONS = 4
 WINDOW_NBYTES = 1 << 20
 MIN_KEY_NBYTES = 8 + 1 + 4 + 1
@@ -35,6 +36,7 @@ DOWNLOAD_HINT = "download the file again"
 FOREIGN_HEADS = (
     (b"version https://git-lfs", "a git-lfs pointer, not the model: run `git lfs pull`"),
     (b"<", "an HTML or XML page, not a model: download the file itself, not its web page"),
+    (b"{", "JSON text, perhaps an error message of a server, not a model"),
     (b"PK\x03\x04", "a zip archive (perhaps a PyTorch checkpoint), not a GGUF file"),
     (b"\x1f\x8b", "gzip-compressed: unpack it first"),
     (b"\xfd7zXZ", "xz-compressed: unpack it first"),
@@ -235,7 +237,7 @@ def _read_version(cursor: HeaderCursor) -> int:
     if cursor.nbytes == 0:
         raise GgufError(f"{cursor.path}: 0 bytes; {DOWNLOAD_HINT}")
     head = cursor.take(min(32, cursor.nbytes), "the head")
-    if not head.startswith(b"GGUF"):
+    if head[:4] != b"GGUF"[: len(head)]:
         what = next((what for magic, what in FOREIGN_HEADS if head.lstrip().startswith(magic)), "")
         raise GgufError(f"{cursor.path}: {what or f'not a GGUF file; it starts with {head[:4]!r}'}")
     cursor.offset = 4
@@ -266,8 +268,13 @@ def _read_values(cursor: HeaderCursor, num_keys: int) -> dict[str, Value]:
         key = cursor.name("a metadata key")
         if key in values:
             raise GgufError(f"{cursor.path}: metadata key {key!r} occurs twice: damaged")
-        values[key] = _read_value(cursor, key, MAX_ARRAY_ITEMS - num_items)
-        num_items += values[key].count
+        value = values[key] = _read_value(cursor, key, MAX_ARRAY_ITEMS - num_items)
+        num_items += value.count
+        if value.nbytes > MAX_VALUE_NBYTES:
+            raise GgufError(
+                f"{cursor.path}: the value of {key!r} has {value.nbytes} bytes, more than the "
+                f"{MAX_VALUE_NBYTES} that are read: damaged"
+            )
     return values
 
 
@@ -314,3 +321,9 @@ def _read_tensor(cursor: HeaderCursor) -> TensorEntry:
     dims = tuple(cursor.u64(f"the dimensions of {name!r}") for _ in range(num_dims))
     type_id = cursor.u32(f"the type of {name!r}")
     return TensorEntry(name, dims, type_id, cursor.u64(f"the offset of {name!r}"))
+
+
+def listed(names: list[str], most: int = 5) -> str:
+    """The first names of a list, for a message."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engine.gguf_header import DOWNLOAD_HINT, Header, read_header
+from engine.gguf_header import DOWNLOAD_HINT, Header, listed, read_header
 from engine.requests import GgufError
 
 SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -21,7 +21,7 @@ def read_shards(header: Header) -> list[Header]:
     if missing:
         raise GgufError(
             f"{header.path}: {len(missing)} of {count} shards are missing in "
-            f"{header.path.parent}: {_some(missing)}; download them too"
+            f"{header.path.parent}: {listed(missing)}; download them too"
         )
     headers = [read_header(path) for path in paths]
     for number, shard in enumerate(headers):
@@ -66,8 +66,3 @@ def _check_num_tensors(headers: list[Header]) -> None:
             f"{headers[0].path}: its {len(headers)} shards hold {found} tensors, {expected} were "
             "split; the shards are of different models"
         )
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

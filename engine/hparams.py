@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from engine.gguf_file import GgufFile, TensorInfo
+from engine.gguf_header import listed
 from engine.metadata_keys import ArchitectureKeys
 from engine.requests import ModelError, UnsupportedModelError
 from engine.rope import FREQ_FACTORS, RopeParams, RopeStyle, read_rope, rope_tables
@@ -124,12 +125,12 @@ def check_tensors(file: GgufFile, hparams: Hparams) -> None:
     expected = expected_tensors(hparams, file)
     missing = [name for name in expected if name not in file.tensors]
     if missing:
-        raise ModelError(f"{file.path}: tensors are missing: {_some(missing)}")
+        raise ModelError(f"{file.path}: tensors are missing: {listed(missing)}")
     unused = [name for name in file.tensors if name not in expected]
     if unused:
         raise UnsupportedModelError(
-            f"{file.path}: the architecture {hparams.architecture!r} of this engine has no use "
-            f"for these tensors, so the model would not be computed as it was made: {_some(unused)}"
+            f"{file.path}: tensors that this engine has no use for in a {hparams.architecture!r} "
+            f"model, so it would not be computed as it was made: {listed(unused)}"
         )
     for name, shape in expected.items():
         _check_tensor(file, file.tensors[name], shape)
@@ -240,8 +241,3 @@ def _check_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) ->
 def _type_phrase(tensor: TensorInfo) -> str:
     known = not tensor.type_name.startswith("unknown")
     return f"type {tensor.type_name}, which is not supported" if known else tensor.type_name
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

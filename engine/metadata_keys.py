@@ -79,7 +79,9 @@ class ArchitectureKeys:
         """The value; one number where a list gives it per layer and all layers agree."""
         key = self._prefix + name
         value = self._metadata.get(key, default)
-        if isinstance(value, np.ndarray) and len(value):
+        if isinstance(value, np.ndarray):
+            if not len(value):
+                return None
             if (value != value[0]).any():
                 raise UnsupportedModelError(
                     f"{self.path}: {key} differs between layers ({_shown(value)}); "

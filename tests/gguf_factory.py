@@ -165,7 +165,7 @@ def _tensors(
     return found
 
 
-NUMPY_KINDS = {
+VALUE_KINDS = {
     np.uint8: GGUFValueType.UINT8,
     np.int8: GGUFValueType.INT8,
     np.uint16: GGUFValueType.UINT16,
@@ -174,8 +174,6 @@ NUMPY_KINDS = {
     np.uint64: GGUFValueType.UINT64,
     np.int64: GGUFValueType.INT64,
     np.float64: GGUFValueType.FLOAT64,
-}
-PYTHON_KINDS = {
     bool: GGUFValueType.BOOL,
     int: GGUFValueType.UINT32,
     float: GGUFValueType.FLOAT32,
@@ -185,12 +183,12 @@ PYTHON_KINDS = {
 
 
 def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if value is None or key == "general.architecture":
+    if value is None:
         return
     if isinstance(value, list):
         writer.add_array(key, value)
         return
-    kind = NUMPY_KINDS.get(type(value)) or PYTHON_KINDS[type(value)]
+    kind = VALUE_KINDS[type(value)]
     writer.add_key_value(key, value.item() if isinstance(value, np.generic) else value, kind)
 
 
