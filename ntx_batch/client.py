@@ -18,7 +18,7 @@ from typing import Any
 
 from jobs import control
 from jobs.home import Home
-from jobs.records import Job, JobNotFoundError, RunnerError
+from jobs.records import FinishedRows, Job, JobNotFoundError, RunnerError
 from jobs.store import JobStore
 from ntx_batch.spec import build_spec
 from ntx_batch.status import status_record
@@ -89,17 +89,26 @@ class JobHandle:
         """
         from jobs.results import read_results
 
-        with JobStore(self.home.state_path) as store:
-            finished = store.finished(self.id)
-        return read_results(finished, errors=errors, head=head)
+        return read_results(self._finished(), errors=errors, head=head)
 
     def export(self, path: str | Path, *, errors: bool = False, head: int | None = None) -> int:
         """Write `results` to a .parquet, .jsonl or .csv file; returns the number of rows."""
-        from jobs.results import export
+        from jobs.export import export_results
+
+        return export_results(self._finished(), path, errors=errors, head=head)
+
+    def rows(
+        self, *, errors: bool = False, head: int | None = None
+    ) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
+        """Column names and rows of `results`, as values that JSON has."""
+        from jobs.export import plain_rows
 
         table = self.results(errors=errors, head=head)
-        export(table, path)
-        return int(table.num_rows)
+        return table.column_names, plain_rows(table)
+
+    def _finished(self) -> FinishedRows:
+        with JobStore(self.home.state_path) as store:
+            return store.finished(self.id)
 
     def logs(self) -> str:
         """The job's log so far."""

@@ -18,7 +18,13 @@ MAY_IMPORT = {
 }
 HOMES = {
     "ray": {"jobs/engine_actor.py", "jobs/driver.py"},
-    "pyarrow": {"jobs/columns.py", "jobs/dataset.py", "jobs/publish.py", "jobs/results.py"},
+    "pyarrow": {
+        "jobs/columns.py",
+        "jobs/dataset.py",
+        "jobs/export.py",
+        "jobs/publish.py",
+        "jobs/results.py",
+    },
     "sqlite3": {"jobs/store.py"},
     "typer": {"ntx_batch/cli.py"},
     "cupy": {"kernels/cuda/"},
