@@ -1,0 +1,349 @@
+"""CpuOps: the Ops protocol on CPU threads. Each operation is one kernel call per worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.cpu import attention, dequant, pointwise, product
+from kernels.cpu.barrier import barrier
+from kernels.cpu.buffers import zeros
+from kernels.cpu.jit import compile_all
+from kernels.cpu.plan import SweepPlan, plan_sweep, token_range
+from kernels.cpu.vector import PANEL
+from kernels.cpu.workers import Team, TeamBroken, default_num_threads
+from kernels.ops import (
+    PAGE_TOKENS,
+    Batch,
+    Float32,
+    HeadParams,
+    Int32,
+    KernelError,
+    KvShape,
+    KvType,
+    Rope,
+    UnsupportedTypeError,
+)
+from kernels.quants import BlockTensor
+
+_KV_DTYPES: dict[KvType, np.dtype[Any]] = {"f32": np.dtype(np.float32), "f16": np.dtype(np.uint16)}
+_EMPTY = np.empty(0, np.float32)
+_TOKENS_TO_SPLIT = 16  # tokens per worker from which a product is split by tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CpuMatrix:
+    """A packed weight: its parts by address, and the arrays that own the memory.
+
+    parts: (num_parts, PART_FIELDS) int64
+    """
+
+    num_outputs: int
+    num_inputs: int
+    nbytes: int
+    layout: str
+    parts: npt.NDArray[np.int64]
+    owners: tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint8], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuKvPool:
+    """keys: (num_layers, num_pages, num_kv_heads, key_length, 32)
+    values: (num_layers, num_pages, num_kv_heads, 32, value_length rounded up to 32)
+    Halves are held as uint16.
+    """
+
+    num_pages: int
+    kv_type: KvType
+    page_nbytes: int
+    keys: npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+    values: npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+
+
+def _round_up(value: int, step: int) -> int:
+    return (value + step - 1) // step * step
+
+
+class CpuOps:
+    """See `kernels.ops.Ops`.
+
+    A worker's tokens stay its own through token-wise operations, which need no barrier; products
+    split by outputs, attention and the head wait for all workers before and after.
+    """
+
+    name = "cpu"
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        if num_threads is not None and num_threads < 1:
+            raise KernelError(f"num_threads is {num_threads}; give at least 1, or None for all")
+        self.num_workers = num_threads or default_num_threads()
+        compile_all()
+        self._team = Team(self.num_workers)
+        self._barrier = self._team.barrier_state
+        self._product_scratch = self._scratch(product.SCRATCH_LEN)
+        self._attention_scratch = self._scratch(0)
+
+    def _scratch(self, length: int) -> tuple[Float32, ...]:
+        return tuple(zeros((length,), np.float32) for _ in range(self.num_workers))
+
+    def close(self) -> None:
+        self._team.close()
+
+    def run(self, body: Callable[[int], None]) -> None:
+        self._team.run(body)
+
+    def pack(self, tensors: Sequence[BlockTensor], *, expand: bool) -> CpuMatrix:
+        quantised = _quantised_matrix(tensors)
+        return self._expand(quantised) if expand else quantised
+
+    def _expand(self, weight: CpuMatrix) -> CpuMatrix:
+        panels = zeros((product.num_panels(weight.parts), weight.num_inputs, PANEL), np.float32)
+
+        def body(worker: int) -> None:
+            scratch = self._product_scratch[worker]
+            product.expand(worker, self.num_workers, weight.parts, panels, scratch)
+
+        self.run(body)
+        parts = weight.parts.copy()
+        parts[:, product.ADDRESS] = (
+            panels.ctypes.data + parts[:, product.FIRST_PANEL] * weight.num_inputs * PANEL * 4
+        )
+        parts[:, product.TYPE_ID] = product.EXPANDED
+        return CpuMatrix(
+            num_outputs=weight.num_outputs,
+            num_inputs=weight.num_inputs,
+            nbytes=panels.nbytes,
+            layout="f32-panels",
+            parts=parts,
+            owners=(panels,),
+        )
+
+    def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
+        per_token = shape.key_length + _round_up(shape.value_length, PANEL)
+        values = shape.num_layers * shape.num_kv_heads * PAGE_TOKENS * per_token
+        return values * _KV_DTYPES[kv_type].itemsize
+
+    def kv_pool(self, shape: KvShape, *, num_pages: int, kv_type: KvType) -> CpuKvPool:
+        outer = (shape.num_layers, num_pages, shape.num_kv_heads)
+        stride = _round_up(shape.value_length, PANEL)
+        return CpuKvPool(
+            num_pages=num_pages,
+            kv_type=kv_type,
+            page_nbytes=self.kv_page_nbytes(shape, kv_type),
+            keys=zeros((*outer, shape.key_length, PAGE_TOKENS), _KV_DTYPES[kv_type]),
+            values=zeros((*outer, PAGE_TOKENS, stride), _KV_DTYPES[kv_type]),
+        )
+
+    def kv_clear(self, pool: CpuKvPool, pages: Sequence[int]) -> None:
+        pool.keys[:, list(pages)] = 0
+        pool.values[:, list(pages)] = 0
+
+    def kv_copy(self, pool: CpuKvPool, source: int, target: int) -> None:
+        pool.keys[:, target] = pool.keys[:, source]
+        pool.values[:, target] = pool.values[:, source]
+
+    def plan(self, batch: Batch, shape: KvShape, num_heads: int) -> SweepPlan:
+        length = attention.scratch_len(
+            num_heads // shape.num_kv_heads, shape.key_length, _round_up(shape.value_length, PANEL)
+        )
+        if len(self._attention_scratch[0]) < length:
+            self._attention_scratch = self._scratch(length)
+        return plan_sweep(batch, shape, num_heads, self._attention_scratch)
+
+    # ---- inside run(body), by every worker -------------------------------------------------
+
+    def embed(
+        self, worker: int, plan: SweepPlan, weight: CpuMatrix, token_ids: Int32, out: Float32
+    ) -> None:
+        begin, end = plan.ranges[worker]
+        product.gather_rows(begin, end, weight.parts, token_ids, out)
+
+    def rms_norm(
+        self, worker: int, plan: SweepPlan, x: Float32, weight: Float32, eps: float, out: Float32
+    ) -> None:
+        begin, end = plan.ranges[worker]
+        pointwise.rms_norm(begin, end, x, weight, eps, out)
+
+    def matmul(
+        self,
+        worker: int,
+        plan: SweepPlan,
+        x: Float32,
+        weight: CpuMatrix,
+        out: Float32,
+        *,
+        bias: Float32 | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        by_tokens = (
+            weight.layout == "f32-panels" and plan.num_tokens >= _TOKENS_TO_SPLIT * self.num_workers
+        )
+        self._product(
+            worker, by_tokens, x, weight, out, _EMPTY if bias is None else bias, accumulate
+        )
+
+    def _product(
+        self,
+        worker: int,
+        by_tokens: bool,
+        x: Float32,
+        weight: CpuMatrix,
+        out: Float32,
+        bias: Float32,
+        accumulate: bool,
+    ) -> None:
+        assert x.shape[1] == weight.num_inputs, (x.shape, weight.num_inputs)
+        assert out.shape == (len(x), weight.num_outputs), (out.shape, len(x), weight.num_outputs)
+        done = product.product(
+            self._barrier,
+            worker,
+            self.num_workers,
+            by_tokens,
+            weight.parts,
+            x,
+            out,
+            bias,
+            accumulate,
+            self._product_scratch[worker],
+        )
+        _check(done)
+
+    def rope_store(
+        self,
+        worker: int,
+        plan: SweepPlan,
+        qkv: Float32,
+        head: HeadParams,
+        rope: Rope,
+        batch: Batch,
+        pool: CpuKvPool,
+        layer: int,
+        q: Float32,
+    ) -> None:
+        begin, end = plan.ranges[worker]
+        pointwise.rope_store(
+            begin,
+            end,
+            qkv,
+            _EMPTY if head.q_norm is None else head.q_norm,
+            _EMPTY if head.k_norm is None else head.k_norm,
+            head.norm_eps,
+            rope.cos,
+            rope.sin,
+            rope.style == "halves",
+            batch.positions,
+            batch.rows,
+            batch.page_table,
+            pool.keys,
+            pool.values,
+            layer,
+            head.value_length,
+            q,
+            plan.scratch[worker],
+        )
+
+    def attention(
+        self,
+        worker: int,
+        plan: SweepPlan,
+        q: Float32,
+        head: HeadParams,
+        batch: Batch,
+        pool: CpuKvPool,
+        layer: int,
+        out: Float32,
+    ) -> None:
+        done = attention.attention(
+            self._barrier,
+            self.num_workers,
+            plan.tasks[worker],
+            q,
+            pool.keys,
+            pool.values,
+            layer,
+            head.num_heads,
+            head.value_length,
+            batch.positions,
+            batch.rows,
+            batch.page_table,
+            out,
+            plan.scratch[worker],
+        )
+        _check(done)
+
+    def swiglu(self, worker: int, plan: SweepPlan, gate_up: Float32, out: Float32) -> None:
+        begin, end = plan.ranges[worker]
+        pointwise.swiglu(begin, end, gate_up, out)
+
+    def head(
+        self,
+        worker: int,
+        plan: SweepPlan,
+        x: Float32,
+        norm: Float32,
+        eps: float,
+        weight: CpuMatrix,
+        logit_indices: Int32,
+        normed: Float32,
+        logits: Float32,
+    ) -> None:
+        _check(barrier(self._barrier, self.num_workers))
+        begin, end = token_range(len(logit_indices), worker, self.num_workers)
+        pointwise.rms_norm_rows(begin, end, x, logit_indices, norm, eps, normed)
+        self._product(worker, False, normed, weight, logits, _EMPTY, False)
+
+
+def _check(done: bool) -> None:
+    if not done:
+        raise TeamBroken("another worker failed")
+
+
+def _quantised_matrix(tensors: Sequence[BlockTensor]) -> CpuMatrix:
+    """Parts that point into the tensors' own bytes."""
+    num_inputs = tensors[0].num_inputs
+    parts = np.zeros((len(tensors), product.PART_FIELDS), np.int64)
+    first_output = first_panel = 0
+    for part, tensor in zip(parts, tensors, strict=True):
+        _check_tensor(tensor, num_inputs)
+        part[product.ADDRESS] = tensor.data.ctypes.data
+        part[product.ROW_NBYTES] = tensor.type.row_nbytes(num_inputs)
+        part[product.TYPE_ID] = tensor.type.type_id
+        part[product.BLOCK_SIZE] = tensor.type.block_size
+        part[product.BLOCK_NBYTES] = tensor.type.block_nbytes
+        part[product.NUM_OUTPUTS] = tensor.num_outputs
+        part[product.FIRST_OUTPUT] = first_output
+        part[product.FIRST_PANEL] = first_panel
+        first_output += tensor.num_outputs
+        first_panel += _round_up(tensor.num_outputs, PANEL) // PANEL
+    return CpuMatrix(
+        num_outputs=first_output,
+        num_inputs=num_inputs,
+        nbytes=sum(tensor.data.nbytes for tensor in tensors),
+        layout="gguf-rows",
+        parts=parts,
+        owners=tuple(tensor.data for tensor in tensors),
+    )
+
+
+def _check_tensor(tensor: BlockTensor, num_inputs: int) -> None:
+    if tensor.type.type_id not in dequant.TYPE_IDS:
+        raise UnsupportedTypeError(
+            f"{tensor.name}: no dequantiser for type {tensor.type.name}; "
+            "convert the model to a supported type"
+        )
+    if tensor.num_inputs != num_inputs:
+        raise KernelError(
+            f"{tensor.name} has {tensor.num_inputs} inputs, the tensors it is packed with "
+            f"{num_inputs}; pack it alone"
+        )
+    if num_inputs % tensor.type.block_size:
+        raise KernelError(
+            f"{tensor.name}: {num_inputs} inputs are not whole blocks of {tensor.type.block_size}"
+        )
+    shape = (tensor.num_outputs, tensor.type.row_nbytes(num_inputs))
+    if tensor.data.shape != shape or not tensor.data.flags.c_contiguous:
+        raise KernelError(f"{tensor.name}: bytes of shape {tensor.data.shape}, expected {shape}")

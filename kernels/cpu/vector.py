@@ -1,0 +1,255 @@
+"""The arithmetic core as LLVM vectors of 16 floats: chains of fused multiply-adds, reductions.
+
+A panel is 32 columns wide. One call of a panel product takes 1 to `MAX_ROWS` rows `a`, and a
+weight panel `w` of shape (length, 32); per row and column it computes one chain
+
+    s = 0 (or out);  s = fma(a[row, k], w[k, column], s) for k = 0, 1, ..., length - 1
+
+so its bits do not depend on how many rows share the call, nor on the width of the machine's
+registers. Rows are `a_stride` floats apart, panel rows `w_stride`, output rows `out_stride`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+LANES = 16
+PANEL = 32  # columns of a panel
+
+_F32 = ir.FloatType()
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+_VECTOR = ir.VectorType(_F32, LANES)
+_FLOATS = types.CPointer(types.float32)
+_ZEROS = ir.Constant(_VECTOR, [0.0] * LANES)
+
+
+def _has_avx512() -> bool:
+    return bool(llvmlite.binding.get_host_cpu_features().get("avx512f", False))
+
+
+# 32 wide registers hold 8 rows of a whole panel; with 16 of half the width, 6 rows of half of it.
+MAX_ROWS, _VECTORS = (8, 2) if _has_avx512() else (6, 1)
+
+
+def _int(value: int) -> ir.Constant:
+    return ir.Constant(_I64, value)
+
+
+def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    known = builder.module.globals.get(name)
+    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    name = f"llvm.fma.v{LANES}f32"
+    return builder.call(_function(builder, name, _VECTOR, [_VECTOR] * 3), [a, b, c])
+
+
+def _load(builder: Any, pointer: Any) -> Any:
+    value = builder.load(builder.bitcast(pointer, _VECTOR.as_pointer()))
+    value.align = 4
+    return value
+
+
+def _store(builder: Any, value: Any, pointer: Any) -> None:
+    builder.store(value, builder.bitcast(pointer, _VECTOR.as_pointer())).align = 4
+
+
+def _splat(builder: Any, scalar: Any) -> Any:
+    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    mask = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, undefined, mask)
+
+
+def _loop(
+    builder: Any,
+    count: Any,
+    start: list[Any],
+    body: Callable[[Any, list[Any]], list[Any]],
+) -> list[Any]:
+    """Emit `for i in range(count): values = body(i, values)`; returns the values after it."""
+    entry = builder.block
+    head = builder.append_basic_block("loop")
+    inside = builder.append_basic_block("body")
+    done = builder.append_basic_block("done")
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(_I64)
+    index.add_incoming(_int(0), entry)
+    values = [builder.phi(value.type) for value in start]
+    for phi, value in zip(values, start, strict=True):
+        phi.add_incoming(value, entry)
+    builder.cbranch(builder.icmp_signed("<", index, count), inside, done)
+    builder.position_at_end(inside)
+    after = body(index, values)
+    index.add_incoming(builder.add(index, _int(1)), builder.block)
+    for phi, value in zip(values, after, strict=True):
+        phi.add_incoming(value, builder.block)
+    builder.branch(head)
+    builder.position_at_end(done)
+    return values
+
+
+def _emit_chains(builder: Any, rows: int, column: int, mode: str, args: list[Any]) -> None:
+    """`rows` x `_VECTORS` chains over columns [column, column + 16 * _VECTORS)."""
+    a, w, out, length, a_stride, w_stride, out_stride = args
+    a_rows = [builder.gep(a, [builder.mul(_int(row), a_stride)]) for row in range(rows)]
+    targets = [
+        builder.gep(out, [builder.add(builder.mul(_int(row), out_stride), _int(at))])
+        for row in range(rows)
+        for at in range(column, column + _VECTORS * LANES, LANES)
+    ]
+    start = [_load(builder, p) for p in targets] if mode == "continue" else [_ZEROS] * len(targets)
+
+    def step(k: Any, sums: list[Any]) -> list[Any]:
+        base = builder.gep(w, [builder.mul(k, w_stride)])
+        weights = [
+            _load(builder, builder.gep(base, [_int(column + v * LANES)])) for v in range(_VECTORS)
+        ]
+        values = [_splat(builder, builder.load(builder.gep(p, [k]))) for p in a_rows]
+        pairs = [(value, weight) for value in values for weight in weights]
+        return [_fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+
+    for total, target in zip(_loop(builder, length, start, step), targets, strict=True):
+        if mode == "add":
+            total = builder.fadd(_load(builder, target), total)
+        _store(builder, total, target)
+
+
+def _panel_product(mode: str) -> Any:
+    """An intrinsic (rows, a, w, out, length, a_stride, w_stride, out_stride) -> None."""
+    signature = types.void(types.int64, _FLOATS, _FLOATS, _FLOATS, *[types.int64] * 4)
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        rows, *rest = args
+        done = builder.append_basic_block("rows_done")
+        cases = [builder.append_basic_block(f"rows_{n + 1}") for n in range(MAX_ROWS)]
+        switch = builder.switch(rows, done)
+        for number, block in enumerate(cases, start=1):
+            switch.add_case(_int(number), block)
+            builder.position_at_end(block)
+            for column in range(0, PANEL, _VECTORS * LANES):
+                _emit_chains(builder, number, column, mode, rest)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    def panel(
+        _typing: Any,
+        rows: Any,
+        a: Any,
+        w: Any,
+        out: Any,
+        length: Any,
+        a_stride: Any,
+        w_stride: Any,
+        out_stride: Any,
+    ) -> Any:
+        return signature, generate
+
+    return intrinsic(panel)
+
+
+panel_add = _panel_product("add")  # chains from zero, added to out
+panel_store = _panel_product("store")  # chains from zero, stored to out
+panel_continue = _panel_product("continue")  # chains that go on from out
+
+
+def _halves(builder: Any, value: Any, width: int) -> tuple[Any, Any]:
+    undefined = ir.Constant(value.type, ir.Undefined)
+    masks = (range(width // 2), range(width // 2, width))
+    low, high = (
+        builder.shuffle_vector(
+            value, undefined, ir.Constant(ir.VectorType(_I32, width // 2), list(mask))
+        )
+        for mask in masks
+    )
+    return low, high
+
+
+def _fold(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """Combine the lanes of a vector by a fixed tree."""
+    width = LANES
+    while width > 1:
+        value = combine(*_halves(builder, value, width))
+        width //= 2
+    return builder.extract_element(value, ir.Constant(_I32, 0))
+
+
+def _reduction(kind: str) -> Any:
+    """An intrinsic (x, num_vectors) -> float32 over 16 * num_vectors floats, in a fixed order."""
+    signature = types.float32(_FLOATS, types.int64)
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        x, count = args
+
+        def combine(a: Any, b: Any) -> Any:
+            if kind == "max":
+                return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+            return builder.fadd(a, b)
+
+        def step(index: Any, totals: list[Any]) -> list[Any]:
+            value = _load(builder, builder.gep(x, [builder.mul(index, _int(LANES))]))
+            if kind == "squares":
+                return [_fma(builder, value, value, totals[0])]
+            return [combine(value, totals[0])]
+
+        least = ir.Constant(_VECTOR, [float("-inf")] * LANES)
+        totals = _loop(builder, count, [least if kind == "max" else _ZEROS], step)
+        return _fold(builder, totals[0], combine)
+
+    def reduce(_typing: Any, x: Any, num_vectors: Any) -> Any:
+        return signature, generate
+
+    return intrinsic(reduce)
+
+
+vector_sum = _reduction("sum")
+vector_max = _reduction("max")
+sum_of_squares = _reduction("squares")
+
+
+def _interleave(builder: Any, rows: list[Any], distance: int) -> list[Any]:
+    """Swap the off-diagonal squares of side `distance` in a 16 x 16 matrix of `rows`."""
+    kind = ir.VectorType(_I32, LANES)
+    upper = [j if not j & distance else LANES + j - distance for j in range(LANES)]
+    lower = [j + distance if not j & distance else LANES + j for j in range(LANES)]
+    result = list(rows)
+    for i in range(LANES):
+        if not i & distance:
+            pair = rows[i], rows[i + distance]
+            result[i] = builder.shuffle_vector(*pair, ir.Constant(kind, upper))
+            result[i + distance] = builder.shuffle_vector(*pair, ir.Constant(kind, lower))
+    return result
+
+
+def _transpose_16(
+    _typing: Any, source: Any, source_stride: Any, target: Any, target_stride: Any
+) -> Any:
+    """target[j, i] = source[i, j] for i, j in [0, 16)."""
+    signature = types.void(_FLOATS, types.int64, _FLOATS, types.int64)
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        source, source_stride, target, target_stride = args
+        rows = [
+            _load(builder, builder.gep(source, [builder.mul(_int(i), source_stride)]))
+            for i in range(LANES)
+        ]
+        for distance in (8, 4, 2, 1):
+            rows = _interleave(builder, rows, distance)
+        for i, row in enumerate(rows):
+            _store(builder, row, builder.gep(target, [builder.mul(_int(i), target_stride)]))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+transpose_16 = intrinsic(_transpose_16)
