@@ -13,7 +13,8 @@ from engine.gguf_file import GgufFile, TensorInfo
 from engine.gguf_header import listed
 from engine.metadata_keys import ArchitectureKeys
 from engine.requests import ModelError, UnsupportedModelError
-from engine.rope import FREQ_FACTORS, RopeParams, RopeStyle, read_rope, rope_tables
+from engine.rope import FREQ_FACTORS, RopeParams, read_rope, rope_tables
+from kernels.ops import RopeStyle
 from kernels.quants import QUANT_TYPES
 
 __all__ = [

@@ -11,10 +11,9 @@ import numpy.typing as npt
 
 from engine.metadata_keys import ArchitectureKeys
 from engine.requests import ModelError, UnsupportedModelError
+from kernels.ops import Float32, RopeStyle
 
-RopeStyle = Literal["adjacent", "halves"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
-Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
 FREQ_FACTORS = "rope_freqs.weight"  # the tensor that divides the frequencies (Llama 3.1 and later)

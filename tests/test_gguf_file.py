@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.gguf_file import GgufFile
+from engine.gguf_header import HeaderCursor
 from engine.requests import GgufError
 from tests.gguf_factory import (
     F32,
@@ -246,6 +247,15 @@ def test_every_cut_of_a_header_is_refused(tmp_path: Path) -> None:
     for nbytes in [*range(1, 400), *range(400, header_nbytes, 97)]:
         with pytest.raises(GgufError):
             open_bytes(tmp_path, data[:nbytes], "cut.gguf")
+
+
+def test_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(header_bytes())
+    with path.open("rb") as opened:
+        cursor = HeaderCursor(path, opened.fileno(), nbytes=100)
+        with pytest.raises(GgufError, match="read 24 of 100 bytes at 0; the file became shorter"):
+            cursor.take(40, "the head")
 
 
 # ---- crafted headers -----------------------------------------------------------------------
