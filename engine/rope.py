@@ -57,11 +57,14 @@ def read_rope(
     rotary_dim = keys.integer("rope.dimension_count", default=key_length)
     if rotary_dim % 2 or rotary_dim > key_length:
         raise keys.error("rope.dimension_count", f"must be even and at most {key_length}")
+    base = keys.number("rope.freq_base", default=10000.0)
+    if base <= 1:
+        raise keys.error("rope.freq_base", "must be above 1")
     scaling = _scaling(keys, has_freq_factors)
     factor = _factor(keys)
     return RopeParams(
         rotary_dim=rotary_dim,
-        base=keys.positive_number("rope.freq_base", default=10000.0),
+        base=base,
         style=style,
         scaling=scaling,
         factor=factor,

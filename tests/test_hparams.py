@@ -323,7 +323,7 @@ def test_keys_with_neutral_values_are_accepted(path: Path) -> None:
         ("attention.head_count_kv", 3, "head_count_kv = 3 must divide the 4 heads"),
         ("attention.layer_norm_rms_epsilon", 0.0, "epsilon = 0.0 must be positive"),
         ("attention.layer_norm_rms_epsilon", math.nan, "epsilon = nan must be a finite number"),
-        ("rope.freq_base", -1.0, "freq_base = -1.0 must be positive"),
+        ("rope.freq_base", 1.0, "freq_base = 1.0 must be above 1"),
         ("rope.dimension_count", 15, "dimension_count = 15 must be even and at most 16"),
         ("rope.dimension_count", 18, "dimension_count = 18 must be even and at most 16"),
         ("rope.scaling.factor", -2.0, "factor = -2.0 must be positive"),
