@@ -243,13 +243,14 @@ def results(
         num_rows = handle.export(output, head=head, errors=errors)
         render.note(f"wrote {num_rows} rows to {output}")
     else:
-        table = handle.results(errors=errors, head=head or TABLE_ROWS)
-        render.print_results(table, prefix=handle.snapshot().spec.output_prefix, errors=errors)
+        names, rows = handle.rows(errors=errors, head=head or TABLE_ROWS)
+        prefix = handle.snapshot().spec.output_prefix
+        render.print_results(names, rows, prefix=prefix, errors=errors)
 
 
 @app.command()
 def logs(job: JobId) -> None:
-    """Print a job's log.
+    """Print what the runner logged about a job.
 
     Example: ntx-batch logs 3f2a
     """

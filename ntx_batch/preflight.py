@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.chat import ChatTemplate, PromptTemplate
+from engine.chat import DEFAULT_TEMPLATE_KEY, TEMPLATE_KEY, ChatTemplate, PromptTemplate
 from engine.gguf_file import GgufFile
 from engine.hparams import check_tensors, read_hparams
 from engine.params import validate_params
@@ -18,7 +18,6 @@ from jobs.columns import bind_columns
 from jobs.dataset import build_manifest, read_schema
 from jobs.records import Binding, JobSpec, Manifest, SpecError
 
-CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
 TOKENIZER_KINDS = ("llama", "gpt2")
 
 
@@ -69,9 +68,8 @@ def _check_tokenizer(spec: JobSpec, file: GgufFile) -> None:
 def _check_templates(spec: JobSpec, file: GgufFile, *, uses_chat: bool) -> None:
     if spec.prompt_template is not None:
         PromptTemplate(spec.prompt_template)
-    own = file.metadata.get(CHAT_TEMPLATE_KEY)
     if uses_chat:
-        source = spec.chat_template or own
+        source = spec.chat_template or _own_template(file)
         if source is None:
             raise SpecError(f"{spec.model} has no chat template: give one with --chat-template")
         ChatTemplate(source)
@@ -80,6 +78,11 @@ def _check_templates(spec: JobSpec, file: GgufFile, *, uses_chat: bool) -> None:
             "chat_template and template_kwargs are for --chat or a messages column; "
             "this job's prompts are plain text"
         )
+
+
+def _own_template(file: GgufFile) -> str | None:
+    source = file.metadata.get(TEMPLATE_KEY) or file.metadata.get(DEFAULT_TEMPLATE_KEY)
+    return source if isinstance(source, str) else None
 
 
 def _input_notes(spec: JobSpec, manifest: Manifest, binding: Binding) -> Iterator[str]:
@@ -103,7 +106,7 @@ def _source_text(binding: Binding) -> str:
 
 
 def _chat_notes(spec: JobSpec, file: GgufFile, binding: Binding) -> Iterator[str]:
-    if binding.source != "messages" and not spec.chat and CHAT_TEMPLATE_KEY in file.metadata:
+    if binding.source != "messages" and not spec.chat and _own_template(file):
         yield "the model has a chat template, which is not used; --chat wraps each prompt in it"
-    if spec.prompt_template is not None and spec.prompt_template.removesuffix("\n")[-1:].isspace():
+    if spec.prompt_template is not None and spec.prompt_template[-1:].isspace():
         yield "the prompt template ends in white space, which stays at the end of each prompt"

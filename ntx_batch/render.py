@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -32,6 +32,8 @@ STATE_STYLES = {
     "interrupted": "yellow",
 }
 PLAIN_INTERVAL_S = 10.0  # between progress lines where stderr is not a terminal
+CELL_CHARS = 400  # longer texts are cut in tables, never in files
+MAX_CARRIED = 2
 _OUR_COLUMNS = ("row_index", "status", "generated_text", "finish_reason", "completion_tokens")
 _ERROR_COLUMNS = ("row_index", "error_code", "error_message")
 
@@ -202,27 +204,29 @@ def _progress_text(job: Job, now: float) -> str:
 # ---- results ---------------------------------------------------------------------------------
 
 
-def print_results(table: Any, *, prefix: str, errors: bool) -> None:
-    """Rows of a results table (pyarrow.Table) as text: ours and the first carried columns."""
+def print_results(
+    names: Sequence[str], rows: Iterable[Sequence[Any]], *, prefix: str, errors: bool
+) -> None:
+    """Result rows as a table: their index, the first carried columns, and what came of them.
+
+    names: columns of `rows`, carried ones first
+    prefix: what the job puts before the names of our columns
+    """
     ours = [prefix + name for name in (_ERROR_COLUMNS if errors else _OUR_COLUMNS)]
-    carried = _carried(table.column_names, prefix)
-    names = [ours[0], *carried, *ours[1:]]
-    shown = Table(show_lines=True)
-    for name in names:
-        shown.add_column(name, overflow="fold", no_wrap=name in (ours[0], prefix + "status"))
-    for row in table.select(names).to_pylist():
-        shown.add_row(*(_cell(row[name]) for name in names))
-    out().print(shown)
-
-
-def _carried(names: list[str], prefix: str) -> list[str]:
-    """At most two of the input's columns: those before our first one."""
-    return names[: names.index(prefix + "row_index")][:2]
+    carried = list(names[: names.index(ours[0])])[:MAX_CARRIED]
+    shown = [ours[0], *carried, *ours[1:]]
+    places = [names.index(name) for name in shown]
+    table = Table(show_lines=True)
+    for name in shown:
+        table.add_column(name.removeprefix(prefix), overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(row[place]) for place in places))
+    out().print(table)
 
 
 def _cell(value: Any) -> Text:
     text = "" if value is None else str(value)
-    return Text(text if len(text) <= 300 else text[:299] + "…")
+    return Text(text if len(text) <= CELL_CHARS else text[: CELL_CHARS - 1] + "…")
 
 
 # ---- models ----------------------------------------------------------------------------------
