@@ -16,6 +16,7 @@ from engine.pretokenizers import find_pre_tokenizer
 from engine.requests import RowError, TokenizerError
 from jobs.columns import bind_columns
 from jobs.dataset import build_manifest, read_schema
+from jobs.publish import claim_folder
 from jobs.records import Binding, JobSpec, Manifest, SpecError
 
 TOKENIZER_KINDS = ("llama", "gpt2")
@@ -32,13 +33,15 @@ class Checked:
 def check_job(spec: JobSpec) -> Checked:
     """Check a spec against its model and its input.
 
-    Raises SpecError, DatasetError, EngineError: what does not fit, with what to do.
+    Raises SpecError, DatasetError, ResultsError, EngineError: what does not fit, with what to do.
     """
     file = GgufFile.open(spec.model)
     _check_model(spec, file)
     _check_tokenizer(spec, file)
     manifest = build_manifest(spec.input)
     binding = bind_columns(spec, read_schema(manifest))
+    if spec.output is not None:
+        claim_folder(spec.output)
     _check_templates(spec, file, uses_chat=spec.chat or binding.source == "messages")
     notes = (*_input_notes(spec, manifest, binding), *_chat_notes(spec, file, binding))
     return Checked(manifest=manifest, notes=notes)

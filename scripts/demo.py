@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from scripts.fetch_smollm2 import fetch_smollm2
+from scripts.fetch_smollm2 import FetchError, fetch_smollm2
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "demo"
@@ -87,4 +87,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (FetchError, subprocess.CalledProcessError) as error:
+        sys.exit(f"the demo stopped: {error}")

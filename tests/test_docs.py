@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import kernels
 import ntx_batch
 from jobs.records import RESULT_COLUMNS
 from ntx_batch.cli import command_tree
@@ -103,4 +104,4 @@ def test_every_dependency_has_its_reason() -> None:
 
 def test_the_version_is_said_once() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == ntx_batch.__version__
+    assert project["version"] == ntx_batch.__version__ == kernels.__version__
