@@ -234,13 +234,15 @@ class _Source:
 class Results:
     """The finished rows of a job at one instant, read window by window of the input's order.
 
-    schema: of every table that comes out
+    window_rows: input rows of one table that comes out
+    schema: of every such table
 
     Raises ResultsError: as read_results.
     """
 
-    def __init__(self, finished: FinishedRows) -> None:
+    def __init__(self, finished: FinishedRows, *, window_rows: int = WINDOW_ROWS) -> None:
         self._job = finished.job
+        self._window_rows = window_rows
         prefix = finished.job.spec.output_prefix
         self._row_column, self._sample_column = prefix + "row_index", prefix + "sample_index"
         self._status_column = prefix + "status"
@@ -250,13 +252,13 @@ class Results:
         ] + [source for blob in finished.blobs for source in self._blob_sources(blob)]
 
     def tables(self, *, errors: bool = False) -> Iterator[Table]:
-        """Tables in input order, each of at most WINDOW_ROWS input rows, none of them empty.
+        """Tables in input order, each of one window of input rows, none of them empty.
 
         errors: failed rows only
         """
         cached: dict[int, Table] = {}
-        for begin in range(0, self._end(), WINDOW_ROWS):
-            end = begin + WINDOW_ROWS
+        for begin in range(0, self._end(), self._window_rows):
+            end = begin + self._window_rows
             table = self._window(begin, end, cached)
             for idx in [idx for idx in cached if self._sources[idx].last_row < end]:
                 del cached[idx]
