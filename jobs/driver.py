@@ -17,7 +17,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil
 import ray
@@ -25,7 +25,7 @@ import ray.exceptions
 
 from engine import EngineConfig
 from engine.machine import usable_cores
-from jobs.engine_actor import start_actor
+from jobs.engine_actor import EngineHandle
 from jobs.messages import (
     ActorStarted,
     AddShard,
@@ -69,9 +69,8 @@ class Driver:
         self._pipe = pipe
         self._pipe_lock = threading.Lock()
         self._temp_dir = temp_dir
-        self._actor: Any = None
+        self._actor: EngineHandle | None = None
         self._key: EngineKey | None = None
-        self._process: ProcessId | None = None
         self._actor_changed = threading.Condition()
 
     def run(self) -> NoReturn:
@@ -83,7 +82,7 @@ class Driver:
                 self._relay_events()
         except Exception as error:
             log.exception("the driver ends")
-            self._send(DriverFailed(f"{type(error).__name__}: {error}"))
+            self._send(DriverFailed(one_line(error)))
         end_instance(1)
 
     def _start_ray(self) -> None:
@@ -114,14 +113,15 @@ class Driver:
         with self._actor_changed:
             self._actor_changed.wait_for(lambda: self._actor is not None)
             actor = self._actor
+        assert actor is not None
         try:
-            events = ray.get(actor.poll.remote(POLL_TIMEOUT_S))
+            events = actor.poll(POLL_TIMEOUT_S)
         except ray.exceptions.RayActorError:
             if actor is not self._actor:
                 return  # it was replaced while we waited for it
             raise
         for event in events:
-            if isinstance(event, JobFailed):
+            if isinstance(event, JobFailed) and actor is self._actor:
                 # Its engine may be missing or half-way through a sweep: load afresh next time.
                 self._key = None
             self._send(event)
@@ -141,7 +141,7 @@ class Driver:
             end_instance(0)
         except Exception as error:
             log.exception("a command failed")
-            self._send(DriverFailed(f"{type(error).__name__}: {error}"))
+            self._send(DriverFailed(one_line(error)))
             end_instance(1)
 
     def _start_job(self, command: StartJob) -> None:
@@ -152,8 +152,8 @@ class Driver:
         except (JobError, OSError) as error:
             self._send(JobFailed(command.attempt, str(error), traceback.format_exc()))
             return
-        assert self._process is not None
-        self._send(ActorStarted(command.attempt, self._process))
+        assert self._actor is not None
+        self._send(ActorStarted(command.attempt, self._actor.process))
         self._forward(command)
 
     def _replace_actor(self, command: StartJob, key: EngineKey) -> None:
@@ -163,26 +163,23 @@ class Driver:
                 f"the engine is to use {num_cpus} cores and this machine lets us use "
                 f"{usable_cores()}; lower --threads"
             )
-        self._drop_actor()
-        actor = start_actor(num_cpus)
-        self._process = ray.get(actor.process.remote())
         with self._actor_changed:
-            self._actor, self._key = actor, key
+            old, self._actor, self._key = self._actor, None, None
+        if old is not None:
+            old.kill()
+        with self._actor_changed:
+            self._actor, self._key = EngineHandle(num_cpus), key
             self._actor_changed.notify_all()
-
-    def _drop_actor(self) -> None:
-        with self._actor_changed:
-            actor, self._actor, self._key = self._actor, None, None
-        if actor is None or self._process is None:
-            return
-        ray.kill(actor)
-        # Its memory must be free before the next engine measures what is.
-        while self._process.is_running():
-            time.sleep(0.02)
 
     def _forward(self, command: Command) -> None:
         if self._actor is not None:
-            self._actor.send.remote(command)
+            self._actor.send(command)
+
+
+def one_line(error: Exception) -> str:
+    """The error's type and the first line of what it says; the log has the rest."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}"
 
 
 def ray_processes() -> tuple[ProcessId, ...]:
@@ -193,8 +190,8 @@ def ray_processes() -> tuple[ProcessId, ...]:
 
 
 def end_instance(status: int) -> NoReturn:
-    """Kill everything that carries our marker, then end this process without ceremony."""
-    kill_instance(os.environ[INSTANCE_VARIABLE], timeout_s=3.0)
+    """Kill all other processes of this driver, then end this one without ceremony."""
+    kill_instance(os.environ[INSTANCE_VARIABLE], [ProcessId.current()], timeout_s=3.0)
     os._exit(status)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing.connection
 import os
 import secrets
@@ -22,14 +21,13 @@ from jobs.processes import (
     INSTANCE_VARIABLE,
     ProcessId,
     kill_instance,
-    read_instance,
-    write_instance,
+    read_leader,
+    write_leader,
 )
 
 # A Unix socket's path has at most 107 bytes; ours and Ray's names come after the temp folder.
 _SOCKET_NAME = "/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 MAX_TEMP_ROOT_LEN = 107 - len("/ntx-0123456789ab-01234567") - len(_SOCKET_NAME)
-CLOSE_TIMEOUT_S = 5.0
 
 
 class EngineLostError(Exception):
@@ -54,13 +52,15 @@ class DriverProcess:
                 cwd="/",
                 env=self._environment(),
                 pass_fds=[theirs.fileno()],
+                start_new_session=True,
                 stdin=subprocess.DEVNULL,
             )
         self._pipe = Connection(ours.detach())
         driver = ProcessId.of(self._child.pid)
         assert driver is not None
+        write_leader(home.driver_path, driver)
+        self._leader = driver
         self._watched: dict[str, tuple[ProcessId, ...]] = {"driver": (driver,)}
-        self._note_processes()
 
     def _environment(self) -> dict[str, str]:
         inherited = child_environment()
@@ -68,7 +68,7 @@ class DriverProcess:
         self._home.numba_dir.mkdir(mode=0o700, exist_ok=True)
         return ours | {
             INSTANCE_VARIABLE: self._marker,
-            "NUMBA_CACHE_DIR": str(self._home.numba_dir),
+            "NUMBA_CACHE_DIR": inherited.get("NUMBA_CACHE_DIR", str(self._home.numba_dir)),
             # On one machine this is what makes Ray bind all its sockets to loopback.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -117,10 +117,8 @@ class DriverProcess:
         match event:
             case DriverReady(processes=processes):
                 self._watched["Ray"] = processes
-                self._note_processes()
             case ActorStarted(process=process):
                 self._watched["engine actor"] = (process,)
-                self._note_processes()
         return event
 
     def _check_processes(self) -> None:
@@ -129,19 +127,10 @@ class DriverProcess:
                 if not process.is_running():
                     raise EngineLostError(f"a process of the {role} (pid {process.pid}) is gone")
 
-    def _note_processes(self) -> None:
-        write_instance(self._home.instance_path, self._all_watched())
-
-    def _all_watched(self) -> list[ProcessId]:
-        return [process for group in self._watched.values() for process in group]
-
     def close(self) -> None:
         """End the driver and all below it, and wait until they are gone. Idempotent."""
         self._pipe.close()
-        # The driver takes Ray down when its pipe ends; what it cannot is ended here.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(CLOSE_TIMEOUT_S)
-        kill_instance(self._marker, self._all_watched())
+        kill_instance(self._marker, [self._leader])
         self._child.wait()
         shutil.rmtree(self._temp_dir, ignore_errors=True)
 
@@ -151,7 +140,8 @@ def clear_leftovers(home: Home) -> list[ProcessId]:
 
     Returns processes that would not end.
     """
-    left = kill_instance(f"{home.key}-", read_instance(home.instance_path))
+    leader = read_leader(home.driver_path)
+    left = kill_instance(f"{home.key}-", [leader] if leader else [])
     for folder in _temp_root().glob(f"ntx-{home.key}-*"):
         shutil.rmtree(folder, ignore_errors=True)
     return left

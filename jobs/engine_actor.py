@@ -1,8 +1,10 @@
-"""The Ray actor that holds an engine: a thread that sweeps, and two methods to talk to it."""
+"""The Ray actor that holds an engine, and the handle through which the driver talks to it."""
 
 from __future__ import annotations
 
 import threading
+import time
+from typing import Any
 
 import ray
 
@@ -11,26 +13,23 @@ from jobs.engine_loop import EngineLoop
 from jobs.messages import Command, Event
 from jobs.processes import ProcessId
 
-# `poll` waits for events; commands must not wait behind it.
-_GROUPS = {"events": 1, "commands": 1}
+# `poll` waits asleep for events, in a thread of its own; commands must not wait behind it.
+_EVENTS, _COMMANDS = "events", "commands"
 
 
 class EngineActor:
-    """Runs an `EngineLoop` in a thread of its own; both methods return quickly or wait asleep."""
+    """Runs an `EngineLoop` in a thread of its own; none of these methods computes anything."""
 
     def __init__(self) -> None:
         self._loop = EngineLoop(load_engine)
         threading.Thread(target=self._loop.run, name="engine", daemon=True).start()
 
-    @ray.method(concurrency_group="commands")
     def process(self) -> ProcessId:
         return ProcessId.current()
 
-    @ray.method(concurrency_group="commands")
     def send(self, command: Command) -> None:
         self._loop.send(command)
 
-    @ray.method(concurrency_group="events")
     def poll(self, timeout_s: float) -> list[Event]:
         return self._loop.poll(timeout_s)
 
@@ -39,15 +38,36 @@ def load_engine(model: str, config: EngineConfig) -> Engine:
     return Engine(model, config)
 
 
-def start_actor(num_cpus: int) -> ray.actor.ActorHandle:
-    """Start an engine actor that Ray never restarts and whose calls it never repeats.
+class EngineHandle:
+    """An engine actor that Ray never restarts and whose calls it never repeats.
 
-    num_cpus: cores the engine will use
+    num_cpus: cores that the engine will use; there must be as many
+
+    Raises ray.exceptions.RayActorError, also from `poll`: the actor is gone.
     """
-    actor_class = ray.remote(
-        num_cpus=num_cpus,
-        max_restarts=0,
-        max_task_retries=0,
-        concurrency_groups=_GROUPS,
-    )(EngineActor)
-    return actor_class.remote()
+
+    def __init__(self, num_cpus: int) -> None:
+        actor_class = ray.remote(
+            num_cpus=num_cpus,
+            max_restarts=0,
+            max_task_retries=0,
+            concurrency_groups={_EVENTS: 1, _COMMANDS: 1},
+        )(EngineActor)
+        self._actor: Any = actor_class.remote()
+        process = self._actor.process.options(concurrency_group=_COMMANDS)
+        self.process: ProcessId = ray.get(process.remote())
+
+    def send(self, command: Command) -> None:
+        self._actor.send.options(concurrency_group=_COMMANDS).remote(command)
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Events that have come; waits for the first at most `timeout_s`."""
+        poll = self._actor.poll.options(concurrency_group=_EVENTS)
+        events: list[Event] = ray.get(poll.remote(timeout_s))
+        return events
+
+    def kill(self) -> None:
+        """End the actor and wait until its process, and with it its memory, is gone."""
+        ray.kill(self._actor)
+        while self.process.is_running():
+            time.sleep(0.02)

@@ -6,6 +6,7 @@ engine never drains between them; rows are read and prepared only as the engine 
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 import traceback
@@ -64,12 +65,11 @@ class EngineLoop:
 
     def poll(self, timeout_s: float) -> list[Event]:
         """All events not yet handed over; waits for the first at most `timeout_s`."""
-        try:
-            events = [self._events.get(timeout=timeout_s)]
+        events: list[Event] = []
+        with contextlib.suppress(queue.Empty):
+            events.append(self._events.get(timeout=timeout_s))
             while True:
                 events.append(self._events.get_nowait())
-        except queue.Empty:
-            pass
         return events
 
     # ---- the engine's thread -------------------------------------------------------------

@@ -55,9 +55,9 @@ class Home:
         return self.path / "ray-token"
 
     @property
-    def instance_path(self) -> Path:
-        """Pids and start times of the processes of the last driver, for the next runner."""
-        return self.path / "instance.json"
+    def driver_path(self) -> Path:
+        """Pid and start time of the last driver, for the next runner."""
+        return self.path / "driver.json"
 
     @property
     def jobs_dir(self) -> Path:

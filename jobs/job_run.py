@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from jobs.messages import BatchDone
+from jobs.publish import claim_folder
 from jobs.records import Job, JobState, Part, Shard
 from jobs.store import JobStore
 
@@ -56,7 +56,7 @@ class JobRun:
         spec, manifest = self.job.spec, self.job.manifest
         self.total = manifest.num_rows if spec.limit is None else min(manifest.num_rows, spec.limit)
         self._store.set_total(self.job.id, self.total)
-        Path(self.job.results_dir).mkdir(parents=True, exist_ok=True)
+        claim_folder(self.job.results_dir, self.job.id)
         for part, blobs in self._store.unfinished_parts(self.job.id):
             self._complete_part(part, blobs)
         if not self._store.parts(self.job.id):

@@ -16,12 +16,15 @@ from jobs.records import JobSpec, Manifest, RowBatch, Shard
 
 @dataclass(frozen=True, slots=True)
 class StartJob:
-    """Make an engine for the job's model ready, or reuse the one that is."""
+    """Make an engine for the job's model ready, or reuse the one that is.
+
+    created_at: of the job, Unix seconds; templates that print a date print this one
+    """
 
     attempt: int
-    job_id: str
     spec: JobSpec
     manifest: Manifest
+    created_at: float
 
 
 @dataclass(frozen=True, slots=True)

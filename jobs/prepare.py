@@ -13,38 +13,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from engine import FinishedRow, Request, RowError, SamplingParams, TemplateError
+from engine.chat import ChatTemplate, PromptTemplate
 from engine.params import params_from_mapping, validate_params
+from engine.tokenizer import Tokenizer
 from jobs.records import Binding, JobSpec, SpecError
 
 Values = Mapping[str, Any]
-
-
-class TextEncoder(Protocol):
-    """What is used of a tokenizer."""
-
-    bos_id: int | None
-    num_tokens: int
-
-    def encode(self, text: str) -> list[int]: ...
-
-
-class ChatEncoder(Protocol):
-    """What is used of a chat template: a conversation rendered and turned into token ids."""
-
-    def encode(
-        self, messages: list[dict[str, Any]], tokenizer: Any, **kwargs: Any
-    ) -> list[int]: ...
-
-
-class PromptRenderer(Protocol):
-    """What is used of a prompt template: the prompt of a row's columns."""
-
-    def render(self, columns: Values) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +54,10 @@ class RowPreparer:
         spec: JobSpec,
         binding: Binding,
         *,
-        tokenizer: TextEncoder,
-        chat_template: ChatEncoder | None,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
         context_length: int,
-        prompt_template: PromptRenderer | None = None,
+        prompt_template: PromptTemplate | None = None,
     ) -> None:
         self._spec = spec
         self._binding = binding
@@ -211,46 +190,15 @@ def truncate(
     return token_ids[len(token_ids) - num_kept :]
 
 
-def prompt_source(
-    spec: JobSpec, columns: tuple[str, ...]
-) -> tuple[Literal["prompt", "messages", "template"], str]:
-    """Where prompts come from: the kind of source, and its column ("" for a prompt template).
-
-    Raises SpecError: no column to take, one that is not there, or two without a choice.
-    """
-    if spec.prompt_template is not None:
-        return "template", ""
-    named = spec.prompt_column or spec.messages_column
-    if named is not None:
-        if named not in columns:
-            raise SpecError(f"{spec.input} has no column {named}; it has {', '.join(columns)}")
-        return ("prompt" if spec.prompt_column else "messages"), named
-    match ("prompt" in columns, "messages" in columns):
-        case (True, True):
-            raise SpecError(
-                f"{spec.input} has a prompt and a messages column; choose one with "
-                "--prompt-column or --messages-column"
-            )
-        case (True, False):
-            return "prompt", "prompt"
-        case (False, True):
-            return "messages", "messages"
-    raise SpecError(
-        f"{spec.input} has no prompt or messages column, only {', '.join(columns)}; name one with "
-        "--prompt-column or --messages-column, or build prompts with --prompt-template"
-    )
-
-
 # ---- messages ----------------------------------------------------------------------------
 
 
 def as_messages(value: Any) -> list[dict[str, Any]]:
-    """A conversation in any of its forms as a list of dicts without null keys.
+    """A conversation in any of its forms as a list of dicts; the chat template checks the rest.
 
     value: a list of mappings or of (key, value) pairs, or JSON text of such a list
 
-    Raises RowError: `invalid_prompt` for another shape, `empty_prompt` for no message at all,
-    `unsupported_content` for a part that is not text.
+    Raises RowError: `invalid_prompt` for another shape, `empty_prompt` for no message at all.
     """
     if isinstance(value, str):
         try:
@@ -266,51 +214,13 @@ def as_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _as_message(item: Any, number: int) -> dict[str, Any]:
-    message: dict[str, Any] = _without_nulls(_as_mapping(item, f"message {number}"))
-    if not isinstance(message.get("role"), str):
-        raise RowError("invalid_prompt", f"message {number} has no role")
-    content = message.get("content")
-    if isinstance(content, list):
-        message["content"] = "".join(_part_text(part, number) for part in content)
-    elif content is not None and not isinstance(content, str):
-        raise RowError(
-            "invalid_prompt",
-            f"the content of message {number} is a {type(content).__name__}, not text",
-        )
-    return message
-
-
-def _part_text(part: Any, number: int) -> str:
-    if isinstance(part, str):
-        return part
-    fields = _without_nulls(_as_mapping(part, f"a content part of message {number}"))
-    kind = fields.get("type", "text")
-    if kind != "text" or not isinstance(fields.get("text"), str):
-        raise RowError(
-            "unsupported_content",
-            f"message {number} has a content part of type {kind}; only text can be run",
-        )
-    return str(fields["text"])
-
-
-def _as_mapping(item: Any, what: str) -> dict[str, Any]:
-    if isinstance(item, Mapping):
-        return dict(item)
     try:
-        return {key: value for key, value in item if isinstance(key, str)}
+        return dict(item)
     except (TypeError, ValueError):
+        kind = "null" if item is None else f"a {type(item).__name__}"
         raise RowError(
-            "invalid_prompt", f"{what} is a {type(item).__name__}, not a struct or a map"
+            "invalid_prompt", f"message {number} is {kind}, not a struct or a map"
         ) from None
-
-
-def _without_nulls(value: Any) -> Any:
-    # Arrow gives every struct all keys of its type; one that is null was not in the conversation.
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
 
 
 # ---- results -----------------------------------------------------------------------------

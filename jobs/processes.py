@@ -1,15 +1,19 @@
 """Processes that a runner may have left behind: how they are known, found and ended.
 
 A pid alone names nothing, since pids are reused: a process is its pid and its start time. All
-processes below a runner inherit a marker in their environment, so the next runner finds them
-even where no list of pids was written.
+processes of a driver are in its session and inherit a marker in their environment. Either would
+nearly do: a process that sets its title (some of Ray's do) wipes its environment, and a session is
+known only by its leader.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,70 +78,76 @@ def _start_time(pid: int) -> float | None:
         return None
 
 
-def marked_processes(prefix: str) -> list[ProcessId]:
-    """Processes whose NTX_INSTANCE begins with `prefix`, this one left out.
+def find_instance(prefix: str, leaders: Iterable[ProcessId] = ()) -> set[ProcessId]:
+    """Processes of drivers, this process left out.
 
-    Processes of other users cannot be read and are passed over: they are not ours.
+    prefix: what their NTX_INSTANCE begins with
+    leaders: drivers whose sessions they may be in; these may be dead
     """
-    found = []
-    for process in psutil.process_iter():
-        if process.pid == os.getpid():
-            continue
-        try:
-            marker = process.environ().get(INSTANCE_VARIABLE, "")
-        except (psutil.Error, OSError):
-            continue
-        if marker.startswith(prefix) and (known := ProcessId.of(process.pid)):
-            found.append(known)
-    return found
+    # While a session has members its number is no pid's; a later process of that pid ends it.
+    sessions = {
+        leader.pid for leader in leaders if _start_time(leader.pid) in (None, leader.start_time)
+    }
+    found = set()
+    for pid in psutil.pids():
+        if pid != os.getpid() and (_session(pid) in sessions or _marker(pid).startswith(prefix)):
+            found.add(ProcessId.of(pid))
+    return {process for process in found if process is not None and process.is_running()}
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
+
+
+def _marker(pid: int) -> str:
+    # Processes of other users cannot be read, and are not ours.
+    try:
+        return str(psutil.Process(pid).environ().get(INSTANCE_VARIABLE, ""))
+    except (psutil.Error, OSError):
+        return ""
 
 
 def kill_all(processes: Iterable[ProcessId], *, timeout_s: float = 10.0) -> list[ProcessId]:
     """SIGKILL each and wait until they are gone; returns those that are still there."""
     doomed = [process for process in processes if process.is_running()]
-    handles = []
     for process in doomed:
-        try:
-            handle = psutil.Process(process.pid)
-            if process.is_running():
-                handle.kill()
-                handles.append(handle)
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(handles, timeout=timeout_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    # Not psutil.wait_procs: where nobody reaps a zombie, it waits for that.
+    deadline = time.monotonic() + timeout_s
+    while any(process.is_running() for process in doomed) and time.monotonic() < deadline:
+        time.sleep(0.01)
     return [process for process in doomed if process.is_running()]
 
 
 def kill_instance(
-    prefix: str, known: Iterable[ProcessId] = (), *, timeout_s: float = 10.0
+    prefix: str, leaders: Iterable[ProcessId] = (), *, timeout_s: float = 10.0
 ) -> list[ProcessId]:
-    """End all processes marked with `prefix` and those `known`, children born meanwhile too.
-
-    Returns those that would not end.
-    """
-    known = list(known)
+    """End what `find_instance` finds, children born meanwhile too; returns what would not end."""
+    leaders = list(leaders)
     for _ in range(3):
-        doomed = {*marked_processes(prefix), *known}
+        doomed = find_instance(prefix, leaders)
         left = kill_all(doomed, timeout_s=timeout_s)
-        if left or not marked_processes(prefix):
+        if left or not doomed:
             return left
-    return marked_processes(prefix)
+    return list(find_instance(prefix, leaders))
 
 
-def write_instance(path: Path, processes: Iterable[ProcessId]) -> None:
-    """Note the processes of a driver, so that the next runner can end what is left of them."""
-    facts = {"boot_id": boot_id(), "processes": [asdict(process) for process in processes]}
+def write_leader(path: Path, leader: ProcessId) -> None:
+    """Note a driver, so that the next runner can end what is left of its session."""
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(facts))
+    new.write_text(json.dumps({"boot_id": boot_id(), **asdict(leader)}))
     new.replace(path)
 
 
-def read_instance(path: Path) -> list[ProcessId]:
-    """What `write_instance` noted; empty where nothing usable is there or the machine rebooted."""
+def read_leader(path: Path) -> ProcessId | None:
+    """Whom `write_leader` noted; None where nothing usable is there or the machine rebooted."""
     try:
         facts = json.loads(path.read_text())
-        if facts["boot_id"] != boot_id():
-            return []
-        return [ProcessId(**process) for process in facts["processes"]]
+        same_boot = facts["boot_id"] == boot_id()
+        return ProcessId(facts["pid"], facts["start_time"]) if same_boot else None
     except (OSError, ValueError, KeyError, TypeError):
-        return []
+        return None

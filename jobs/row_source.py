@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from engine import Engine, FinishedRow, Request, RowError
-from engine.chat import PromptTemplate, make_chat_template
-from jobs.dataset import RecordBatch, RowReader, Schema, bind_columns, read_schema, row_values
+from engine.chat import ChatTemplate, PromptTemplate
+from engine.tokenizer import Tokenizer
+from jobs.columns import bind_columns
+from jobs.dataset import RecordBatch, RowReader, Schema, read_schema, row_values
 from jobs.messages import StartJob
 from jobs.prepare import RowFacts, RowPreparer, error_row
 from jobs.records import Binding, JobSpec, RowBatch, Shard
@@ -69,7 +72,7 @@ class RowSource:
             spec,
             binding,
             tokenizer=engine.tokenizer,
-            chat_template=_chat_template(spec, engine),
+            chat_template=_chat_template(command, engine),
             context_length=engine.context_length,
             prompt_template=_prompt_template(spec),
         )
@@ -148,10 +151,24 @@ class RowSource:
         return (build_row_batch(self._schema, rows) if rows else None), shards
 
 
-def _chat_template(spec: JobSpec, engine: Engine) -> Any:
-    if spec.chat_template is None:
-        return engine.chat_template
-    return make_chat_template(spec.chat_template, engine.tokenizer)
+def _chat_template(command: StartJob, engine: Engine) -> ChatTemplate | None:
+    """The job's or the model's, with the date of the submit: a resume must not change prompts."""
+    own = command.spec.chat_template
+    source = own or (engine.chat_template.source if engine.chat_template else None)
+    if source is None:
+        return None
+    tokenizer = engine.tokenizer
+    return ChatTemplate(
+        source,
+        bos_token=_token_text(tokenizer, tokenizer.bos_id),
+        eos_token=_token_text(tokenizer, tokenizer.eos_id),
+        now=datetime.fromtimestamp(command.created_at),
+        defer_errors=own is None,
+    )
+
+
+def _token_text(tokenizer: Tokenizer, token_id: int | None) -> str:
+    return "" if token_id is None else tokenizer.token_text(token_id)
 
 
 def _prompt_template(spec: JobSpec) -> PromptTemplate | None:

@@ -35,8 +35,8 @@ from jobs.messages import (
     StartJob,
 )
 from jobs.processes import ProcessId, boot_id
+from jobs.publish import publish_part
 from jobs.records import Job, JobError, JobRequest, RunnerError, Shard
-from jobs.results import publish_part
 from jobs.store import JobStore
 
 __all__ = ["Runner", "ensure_runner", "main"]
@@ -265,7 +265,8 @@ class Dispatch:
         self._attempt = attempt
         self._shards: Iterator[Shard] = run.shards()
         self._outstanding: set[int] = set()
-        driver.send(StartJob(attempt, run.job.id, run.job.spec, run.job.manifest))
+        job = run.job
+        driver.send(StartJob(attempt, job.spec, job.manifest, job.created_at))
 
     def take(self, event: Event) -> None:
         """Act on an event. One of another attempt is stale and is dropped.

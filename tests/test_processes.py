@@ -17,14 +17,15 @@ from jobs.processes import (
     INSTANCE_VARIABLE,
     ProcessId,
     boot_id,
+    find_instance,
     kill_all,
     kill_instance,
-    marked_processes,
-    read_instance,
-    write_instance,
+    read_leader,
+    write_leader,
 )
 
 SLEEPER = "import sys, time; print('up', flush=True); time.sleep(60)"
+PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPER!r}])"
 
 
 @contextmanager
@@ -33,7 +34,10 @@ def sleeping(marker: str | None = None, code: str = SLEEPER) -> Iterator[Process
     if marker is not None:
         environment[INSTANCE_VARIABLE] = marker
     with subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE
+        [sys.executable, "-c", code],
+        env=environment,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
@@ -69,18 +73,34 @@ def test_a_zombie_is_not_running() -> None:
 
 def test_marked_processes_are_found_by_prefix(marker: str) -> None:
     with sleeping(f"{marker}-one") as one, sleeping(f"{marker}-two") as two, sleeping():
-        assert set(marked_processes(f"{marker}-")) == {one, two}
-        assert marked_processes(f"{marker}-one") == [one]
+        assert find_instance(f"{marker}-") == {one, two}
+        assert find_instance(f"{marker}-one") == {one}
 
 
 def test_grandchildren_carry_the_marker_and_are_ended_too(marker: str) -> None:
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPER!r}])"
-    with sleeping(marker, code) as parent:
-        doomed = marked_processes(marker)
+    with sleeping(marker, PARENT) as parent:
+        doomed = find_instance(marker)
         assert parent in doomed
         assert len(doomed) == 2
         assert kill_instance(marker) == []
         assert not any(process.is_running() for process in doomed)
+
+
+def test_members_of_a_dead_drivers_session_are_ended(marker: str) -> None:
+    """Also those that have no marker, as after a change of their title."""
+    with sleeping(code=PARENT) as leader:
+        (orphan,) = find_instance(marker, [leader]) - {leader}
+        kill_all([leader])
+        assert find_instance(marker, [leader]) == {orphan}
+        assert kill_instance(marker, [leader]) == []
+        assert not orphan.is_running()
+
+
+def test_a_later_process_with_the_leaders_pid_leads_another_session(marker: str) -> None:
+    with sleeping() as other:
+        reused = replace(other, start_time=other.start_time - 1)
+        assert find_instance(marker, [reused]) == set()
+        assert find_instance(marker, [other]) == {other}
 
 
 def test_only_the_process_meant_is_killed(marker: str) -> None:
@@ -91,22 +111,17 @@ def test_only_the_process_meant_is_killed(marker: str) -> None:
         assert not other.is_running()
 
 
-def test_processes_noted_by_the_last_runner_are_ended_without_a_marker(
-    tmp_path: Path, marker: str
-) -> None:
-    path = tmp_path / "instance.json"
-    with sleeping() as noted:
-        write_instance(path, [noted])
-        assert read_instance(path) == [noted]
-        kill_instance(marker, read_instance(path))
-        assert not noted.is_running()
+def test_the_note_of_a_driver_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "driver.json"
+    assert read_leader(path) is None
+    write_leader(path, ProcessId.current())
+    assert read_leader(path) == ProcessId.current()
 
 
-def test_notes_of_another_boot_or_damaged_ones_name_nobody(tmp_path: Path) -> None:
-    path = tmp_path / "instance.json"
-    assert read_instance(path) == []
-    write_instance(path, [ProcessId.current()])
+def test_a_note_of_another_boot_or_a_damaged_one_names_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "driver.json"
+    write_leader(path, ProcessId.current())
     path.write_text(path.read_text().replace(boot_id(), "another-boot"))
-    assert read_instance(path) == []
+    assert read_leader(path) is None
     path.write_text('{"boot_id": ')
-    assert read_instance(path) == []
+    assert read_leader(path) is None
