@@ -7,13 +7,21 @@ begin a control token; where the marks land tells which characters came from a m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 import jinja2
 
-from engine.requests import RowError, TemplateError
+from engine.messages import (
+    clean_messages,
+    insert,
+    mapped,
+    marked_positions,
+    strings,
+    unused_mark,
+)
+from engine.requests import TemplateError
 from engine.template_limits import TemplateLimits
 from engine.template_sandbox import CompiledTemplate, raise_exception
 from engine.tokenizer import Tokenizer
@@ -21,8 +29,6 @@ from engine.vocabulary import HasMetadata
 
 TEMPLATE_KEY = "tokenizer.chat_template"
 DEFAULT_TEMPLATE_KEY = "tokenizer.chat_template.default"
-MARKS = range(0xE000, 0xF900)  # private use: no text means anything by them
-PAYLOAD_KEYS = ("tool_calls", "function_call", "reasoning_content")
 
 
 class ChatTemplate:
@@ -123,20 +129,20 @@ class ChatTemplate:
         for such characters ("<think>") would render otherwise with them; then only whole texts of
         control tokens are marked.
         """
-        given = [*_strings(conversation), *_strings(variables)]
+        given = [*strings(conversation), *strings(variables)]
         starts = tokenizer.control_starts
         if not any(start in string for start in starts for string in given):
             return frozenset()
-        mark = _unused_mark([text, self.source, *given])
+        mark = unused_mark([text, self.source, *given])
         every_start = str.maketrans({start: start + mark for start in starts})
 
         def mark_tokens(string: str) -> str:
-            return _insert(string, mark, tokenizer.find_control(string))
+            return insert(string, mark, tokenizer.find_control(string))
 
         for add_marks in (lambda string: string.translate(every_start), mark_tokens):
-            marked = self._render(_mapped(conversation, add_marks), _mapped(variables, add_marks))
+            marked = self._render(mapped(conversation, add_marks), mapped(variables, add_marks))
             if marked.replace(mark, "") == text:
-                return _marked_positions(marked, mark)
+                return marked_positions(marked, mark)
         raise TemplateError(
             "the chat template acts on the text of a control token inside a message, so it cannot "
             "be told apart from the template's own; remove that text from the message"
@@ -189,114 +195,7 @@ def chat_template_of(
     )
 
 
-# ---- messages ------------------------------------------------------------------------------
-
-
-def clean_messages(messages: Any) -> list[dict[str, Any]]:
-    """Check a conversation and drop what is null in it.
-
-    Raises TemplateError: empty, or a message without role or content; RowError.
-    """
-    if not isinstance(messages, list | tuple) or not messages:
-        raise TemplateError("the conversation is empty; it needs at least one message")
-    return [_clean_message(message, number) for number, message in enumerate(messages, 1)]
-
-
-def _clean_message(message: Any, number: int) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise TemplateError(f"message {number} is a {type(message).__name__}, not role and content")
-    cleaned: dict[str, Any] = _without_nulls(message)
-    role = cleaned.get("role")
-    if not isinstance(role, str) or not role:
-        raise TemplateError(f"message {number} has the role {role!r}; it must be a text")
-    content = cleaned.get("content")
-    if isinstance(content, list):
-        cleaned["content"] = "\n".join(_part_texts(content, number))
-    elif content is None and not any(cleaned.get(key) for key in PAYLOAD_KEYS):
-        raise TemplateError(f"message {number} ({role}) has no content")
-    elif content is not None and not isinstance(content, str):
-        raise TemplateError(
-            f"message {number} ({role}) has a {type(content).__name__} as content, not a text"
-        )
-    return cleaned
-
-
-def _part_texts(parts: list[Any], number: int) -> Iterator[str]:
-    for part in parts:
-        if isinstance(part, Mapping) and part.get("type", "text") == "text":
-            part = part.get("text")
-        if not isinstance(part, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RowError(
-                "unsupported_content",
-                f"message {number} holds a part of type {kind!r}; only text is supported",
-            )
-        yield part
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        kept = ((key, item) for key, item in value.items() if item is not None)
-        return {key: _without_nulls(item) for key, item in kept}
-    if isinstance(value, list | tuple):
-        return [_without_nulls(item) for item in value]
-    return value
-
-
 def _not_null(value: Any) -> Any:
     if value is None:
         raise jinja2.TemplateRuntimeError("a null would be printed; use {{ column or '' }}")
     return value
-
-
-# ---- marks ---------------------------------------------------------------------------------
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
-
-
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """The value with every string in it changed, keys included."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {_mapped(key, change): _mapped(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_mapped(item, change) for item in value]
-    return value
-
-
-def _unused_mark(texts: list[str]) -> str:
-    for code in MARKS:
-        if not any(chr(code) in text for text in texts):
-            return chr(code)
-    raise TemplateError(f"the messages use all {len(MARKS)} private-use characters")
-
-
-def _insert(text: str, mark: str, positions: Iterable[int]) -> str:
-    """Put the mark after the character at each position."""
-    pieces = []
-    begin = 0
-    for position in positions:
-        pieces.append(text[begin : position + 1])
-        begin = position + 1
-    return mark.join([*pieces, text[begin:]])
-
-
-def _marked_positions(marked: str, mark: str) -> frozenset[int]:
-    """Where, without the marks, the characters stand that a mark follows."""
-    positions = set()
-    length = 0
-    for piece in marked.split(mark)[:-1]:
-        length += len(piece)
-        positions.add(length - 1)
-    return frozenset(positions)

@@ -7,8 +7,6 @@ through a budget, and operators, calls and captured output do by the hooks that 
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
@@ -23,27 +21,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from engine.requests import TemplateError
+from engine.template_filters import CONCAT, MEASURED, TICKING, paid_filters, paid_tests
 from engine.template_limits import (
     LimitError,
     TemplateLimits,
     budget,
     check_add,
     check_braces,
-    check_join,
     check_multiply,
     check_percent,
     check_power,
-    check_replace,
     check_str_method,
-    check_width,
     limited,
 )
 
 TEMPLATE_FILENAME = "<template>"  # what Jinja calls a template made from a string
-# Names that no template can write, for the filters that the rewriting puts in.
-TICKING, MEASURED, CONCAT = " ticking", " measured", " concat"
-# Random, or dear to run and of no use in a prompt.
-LEFT_OUT_FILTERS = ("random", "urlize", "xmlattr", "wordwrap", "pprint", "striptags")
 LEFT_OUT_METHODS = frozenset({"encode", "translate", "maketrans"})
 
 
@@ -147,12 +139,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(extensions=[_Generation, loopcontrols], optimized=False, **options)
         del self.globals["lipsum"]
-        kept = {name: f for name, f in self.filters.items() if name not in LEFT_OUT_FILTERS}
-        kept["tojson"] = _to_json
-        self.filters = {name: _paid_filter(name, function) for name, function in kept.items()}
-        self.filters |= {TICKING: _ticking, MEASURED: _measured, CONCAT: _concat}
-        tests: Mapping[str, Any] = self.tests
-        self.tests = {name: _paid_test(function) for name, function in tests.items()}
+        self.filters = paid_filters(self.filters)
+        self.tests = paid_tests(self.tests)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = Parser(self, source, name, filename).parse()
@@ -251,85 +239,3 @@ def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
     filtered = nodes.Filter(node, name, [], [], None, None)
     filtered.set_lineno(node.lineno)
     return filtered
-
-
-# ---- filters and tests ---------------------------------------------------------------------
-
-
-def _ticking(items: Any) -> Any:
-    return budget().ticking(items)
-
-
-def _measured(value: Any) -> Any:
-    return budget().measured(value)
-
-
-def _concat(values: list[Any]) -> str:
-    budget().spend(budget().weigh(values))
-    return "".join(map(str, values))
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As in Hugging Face's templates: plain JSON, nothing escaped for HTML."""
-    check_width(100 * (indent or 0))
-    budget().weigh(value)
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _paid_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that asks the budget first and pays for its result."""
-    first = 1 if hasattr(function, "jinja_pass_arg") else 0
-
-    @functools.wraps(function)
-    def paid(*args: Any, **kwargs: Any) -> Any:
-        value = args[first]
-        options = (*args[first + 1 :], *kwargs.values())
-        if name == "join":
-            value = list(budget().ticking(value))
-        elif hasattr(value, "__next__"):
-            value = budget().ticking(value)
-        _check_filter(name, value, options)
-        return budget().measured(function(*args[:first], value, *args[first + 1 :], **kwargs))
-
-    return paid
-
-
-def _check_filter(name: str, value: Any, options: tuple[Any, ...]) -> None:
-    match name:
-        case "center" | "batch" | "slice" | "round" | "truncate":
-            check_width(*options)
-        case "indent":
-            check_width(*options)
-            widths = [len(option) if isinstance(option, str) else option for option in options]
-            budget().spend(len(str(value)) + (str(value).count("\n") + 1) * max([4, *widths]))
-        case "replace" if len(options) >= 2:
-            check_replace(str(value), options[0], options[1])
-        case "format":
-            check_percent(value, options)
-        case "join":
-            check_join(options[0] if options else "", value)
-        case "string" | "e" | "escape" | "forceescape" | "safe":
-            budget().weigh(value)
-        case "sum" if any(isinstance(option, list | tuple | dict) for option in options):
-            raise LimitError("sum adds up numbers only")
-
-
-def _paid_test(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def paid(*args: Any, **kwargs: Any) -> Any:
-        budget().tick()
-        return function(*args, **kwargs)
-
-    return paid

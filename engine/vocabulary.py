@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -36,6 +37,7 @@ EOG_TEXTS = frozenset(
         "[e~[",
     }
 )
+MARK = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 # These are also ordinary text (HTML, say), so they count only where the file calls them control.
 EOG_TEXTS_IF_CONTROL = frozenset({"</s>", "<EOT>", "[EOT]", "<eos>", "[EOS]"})
 
@@ -84,7 +86,8 @@ class Vocabulary:
 def read_vocabulary(file: HasMetadata) -> Vocabulary:
     """Read the tokens of a file.
 
-    A token whose text is a known end of turn is a control token whatever its type says.
+    A known end of turn, and a mark that the metadata names as BOS or as an end, is a control token
+    whatever its type says.
     Raises TokenizerError: tokens missing, or arrays and ids that do not fit them.
     """
     metadata = file.metadata
@@ -92,9 +95,10 @@ def read_vocabulary(file: HasMetadata) -> Vocabulary:
     texts = [text.decode(errors="replace") for text in raw]
     kinds = _read_kinds(metadata, len(texts))
     ids = {key: _token_id(metadata, key, len(texts)) for key in ("bos_token_id", *EOG_KEYS)}
-    eog_ids = {ids[key] for key in EOG_KEYS} | set(_eog_by_text(texts, kinds))
-    for token_id in eog_ids - {None}:
-        assert token_id is not None
+    named_ends = {token_id for key in EOG_KEYS if (token_id := ids[key]) is not None}
+    ends_by_text = set(_eog_by_text(texts, kinds))
+    marks = {i for i in (ids["bos_token_id"], *named_ends) if i is not None}
+    for token_id in ends_by_text | {i for i in marks if MARK.fullmatch(texts[i])}:
         kinds[token_id] = TokenKind.CONTROL
     return Vocabulary(
         texts=texts,
@@ -104,7 +108,7 @@ def read_vocabulary(file: HasMetadata) -> Vocabulary:
         bos_id=ids["bos_token_id"],
         eos_id=ids["eos_token_id"],
         unknown_id=_token_id(metadata, "unknown_token_id", len(texts)),
-        eog_ids=frozenset(token_id for token_id in eog_ids if token_id is not None),
+        eog_ids=frozenset(ends_by_text | named_ends),
     )
 
 
