@@ -20,7 +20,7 @@ help:
 # The stamps keep pip from running again until pyproject.toml changes.
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -e .
+	$(PIP) install --no-compile -e .
 	@touch $@
 
 $(DEVELOPED): pyproject.toml | $(INSTALLED)
