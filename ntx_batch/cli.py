@@ -137,6 +137,7 @@ def submit(
     job = _submit(options)
     if wait:
         _wait(job)
+    render.note(f"queued; follow it with: ntx-batch watch {job.id}")
 
 
 @app.command()
@@ -160,7 +161,7 @@ def status(
 ) -> None:
     """Show where a job stands.
 
-    Example: ntx-batch status 3f2a --json
+    Example: ntx-batch status t4a8s --json
     """
     found = client.job(job).snapshot() if job else client.newest_job().snapshot()
     if as_json:
@@ -186,7 +187,7 @@ def list_command(as_json: AsJson = False) -> None:
 def watch(job: JobId) -> None:
     """Show a job's progress: rows, tokens per second, time left. Ctrl-C leaves it running.
 
-    Example: ntx-batch watch 3f2a
+    Example: ntx-batch watch t4a8s
     """
     _wait(client.job(job))
 
@@ -203,7 +204,7 @@ def wait(
 ) -> None:
     """Wait for a job to be over, in silence, and exit with its code.
 
-    Example: ntx-batch wait 3f2a --timeout 3600 && echo all rows ok
+    Example: ntx-batch wait t4a8s --timeout 3600 && echo all rows ok
     """
     _wait(client.job(job), timeout_s=timeout, quiet=True)
 
@@ -236,7 +237,7 @@ def results(
 ) -> None:
     """Show or export the rows finished so far, in input order. Works while the job runs.
 
-    Example: ntx-batch results 3f2a -o answers.parquet
+    Example: ntx-batch results t4a8s -o answers.parquet
     """
     handle = client.job(job)
     if output is not None:
@@ -252,7 +253,7 @@ def results(
 def logs(job: JobId) -> None:
     """Print what the runner logged about a job.
 
-    Example: ntx-batch logs 3f2a
+    Example: ntx-batch logs t4a8s
     """
     typer.echo(client.job(job).logs(), nl=False)
 
@@ -344,6 +345,8 @@ def _wait(
     except KeyboardInterrupt:
         _interrupted(job, stop=stop_on_interrupt)
     render.note(render.summary(last, time.time()))
+    if last.num_error:
+        render.note(f"failed rows: ntx-batch results {job.id} --errors")
     raise typer.Exit(last.exit_code or 0)
 
 
