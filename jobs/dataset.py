@@ -275,7 +275,7 @@ class RowReader:
                 self.close()
                 raise DatasetError(
                     f"input file {path} is damaged at or after its row {row}: "
-                    f"{error or 'its row groups end early'}; write it again"
+                    f"{' '.join(str(error).split()) or 'its row groups end early'}; write it again"
                 ) from error
         return self._pending
 
