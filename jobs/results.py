@@ -194,9 +194,15 @@ def _to_ipc(table: Table) -> bytes:
 
 
 def blob_table(blob: bytes) -> Table:
-    """The rows of a batch's `ipc`."""
-    with pa.ipc.open_stream(blob) as stream:
-        return stream.read_all()
+    """The rows of a batch's `ipc`. Raises ResultsError: it is damaged."""
+    try:
+        with pa.ipc.open_stream(blob) as stream:
+            return stream.read_all()
+    except (pa.ArrowException, OSError) as error:
+        raise ResultsError(
+            f"a batch of finished rows in the state database is damaged: {error}; restore the "
+            "database from a copy"
+        ) from error
 
 
 # ---- reading -----------------------------------------------------------------------------

@@ -508,7 +508,7 @@ class JobStore:
 
 def new_job_id(now: float) -> str:
     """An id of 12 letters and digits: milliseconds of creation, then chance. Sorts by time."""
-    number = int(now * 1000) << 19 | secrets.randbits(19)
+    number = int(now * 1000) << 18 | secrets.randbits(18)
     return "".join(_ID_DIGITS[number >> shift & 31] for shift in range(55, -1, -5))
 
 
