@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 
 from engine.vocabulary import TokenKind, Vocabulary
 
-ASCII_SPACES = " \t\n\r\v\f"
+WHITE_SPACE = re.compile(r"[ \t\n\r\v\f]*")
 
 
 class SpecialTokens:
@@ -56,7 +56,7 @@ class SpecialTokens:
             yield token_id
             begin = match.end()
             if token_id in self._strip_after:
-                begin = len(text) - len(text[begin:].lstrip(ASCII_SPACES))
+                begin = WHITE_SPACE.match(text, begin).end()  # type: ignore[union-attr]
             search_from = begin
         if begin < len(text):
             yield text[begin:]

@@ -36,6 +36,7 @@ from engine.template_limits import (
 )
 
 TEMPLATE_FILENAME = "<template>"  # what Jinja calls a template made from a string
+COMPILER_ARGUMENTS = ("_loop_vars", "_block_vars")  # what Jinja's compiler adds to calls
 LEFT_OUT_METHODS = frozenset({"encode", "translate", "maketrans"})
 
 
@@ -176,13 +177,14 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget().tick()
+        named = [value for name, value in kwargs.items() if name not in COMPILER_ARGUMENTS]
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
             if __obj.__name__ == "join" and args:
                 args = (list(budget().ticking(args[0])),)
-            check_str_method(owner, __obj.__name__, (*args, *kwargs.values()))
+            check_str_method(owner, __obj.__name__, (*args, *named))
         elif isinstance(__obj, Macro):
-            for value in (*args, *kwargs.values()):
+            for value in (*args, *named):
                 budget().measured(value)
         elif isinstance(__obj, LoopContext) and args:
             args = (budget().ticking(args[0]), *args[1:])
