@@ -27,6 +27,7 @@ import numpy.typing as npt
 from engine.params import validate_params as validate_params
 from engine.requests import Request, RowError, SamplingParams, TokenLogprob
 from kernels.cpu import sampling
+from kernels.cpu.selection import MAX_TOKENS
 from kernels.ops import Float32, Ops
 
 _JOB_SEED, _OWN_SEED = 0, 1  # the last word of a Philox counter says what the number is for
@@ -135,14 +136,16 @@ def choose(
     ops: spreads the rows over its workers; None works in the calling thread
     Returns, by row, a choice, or the RowError of a row that has none.
     """
-    assert len(logits) == len(rows) and num_tokens <= min(logits.shape[1], sampling.MAX_TOKENS)
+    assert len(logits) == len(rows) and num_tokens <= min(logits.shape[1], MAX_TOKENS)
     specs, edits = _batch(rows)
     choices = sampling.new_choices(len(rows))
     num_workers = 1 if ops is None else ops.num_workers
 
+    bits = logits.view(np.int32)
+
     def body(worker: int) -> None:
         scratch = sampling.new_scratch(num_tokens)
-        sampling.choose_rows(logits, specs, edits, scratch, choices, worker, num_workers)
+        sampling.choose_rows(logits, bits, specs, edits, scratch, choices, worker, num_workers)
 
     if ops is None:
         body(0)
