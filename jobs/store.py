@@ -1,19 +1,15 @@
 """The state of all jobs in SQLite: jobs, finished rows on their way to parts, parts, the runner.
 
-Many processes read; clients write jobs and requests; the runner alone writes progress. Each write
-is one transaction that begins with BEGIN IMMEDIATE: a plain BEGIN that turns into a write fails at
-once under contention, whatever the timeout.
+Many processes read; clients write jobs and requests; the runner alone writes progress.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-import sqlite3
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jobs.database import BUSY_TIMEOUT_S, ConflictError, Database, Row
 from jobs.records import (
     FINAL_STATES,
     FinishedRows,
@@ -38,10 +35,7 @@ from jobs.records import (
     StoreError,
 )
 from jobs.specs import manifest_from_json, manifest_to_json, spec_from_json, spec_to_json
-from jobs.sql import QUERIES, SCHEMA, STEPS
 
-BUSY_TIMEOUT_S = 60.0
-WAL_KEPT_NBYTES = 64 << 20
 MAX_ROW_INDEX = (1 << 63) - 1
 
 # The states from which a job may come to each state; schema.sql says when.
@@ -78,15 +72,7 @@ class JobStore:
     ) -> None:
         self.path = Path(path)
         self._clock = clock
-        with self._errors("cannot be opened"):
-            self._db = sqlite3.connect(self.path, timeout=busy_timeout_s, isolation_level=None)
-        self._db.row_factory = sqlite3.Row
-        try:
-            with self._errors("cannot be opened"):
-                self._set_up(busy_timeout_s)
-        except BaseException:
-            self._db.close()
-            raise
+        self._db = Database(self.path, busy_timeout_s=busy_timeout_s)
 
     def close(self) -> None:
         self._db.close()
@@ -121,13 +107,13 @@ class JobStore:
         job_id = new_job_id(self._clock())
         chosen = results_dir or spec.output or self.path.parent / "jobs" / job_id / "results"
         folder = str(Path(chosen).resolve())
-        with self.atomic():
-            owner = self._row("select_folder_owner", results_dir=folder)
+        with self._db.atomic():
+            owner = self._db.row("select_folder_owner", results_dir=folder)
             if owner is not None:
                 raise ResultsError(
                     f"results folder {folder} belongs to job {owner['id']}; name another with -o"
                 )
-            self._run(
+            self._db.insert(
                 "insert_job",
                 id=job_id,
                 spec=spec_to_json(spec),
@@ -141,7 +127,7 @@ class JobStore:
 
     def job(self, job_id: str) -> Job:
         """The job of this whole id. Raises JobNotFoundError."""
-        row = self._row("select_job", id=job_id)
+        row = self._db.row("select_job", id=job_id)
         if row is None:
             raise JobNotFoundError(f"there is no job {job_id}; `ntx-batch list` shows all")
         return _job(row)
@@ -152,7 +138,7 @@ class JobStore:
         Raises JobNotFoundError: none does, or several do; it lists them.
         """
         prefix = id_prefix.strip().lower()
-        rows = self._rows("select_jobs_by_prefix", prefix=prefix) if prefix else []
+        rows = self._db.rows("select_jobs_by_prefix", prefix=prefix) if prefix else []
         if len(rows) == 1:
             return _job(rows[0])
         if not rows:
@@ -162,29 +148,29 @@ class JobStore:
 
     def list_jobs(self) -> list[Job]:
         """Every job in the order of submission."""
-        return [_job(row) for row in self._rows("select_jobs")]
+        return [_job(row) for row in self._db.rows("select_jobs")]
 
     def claim_job(self) -> Job | None:
         """Make the oldest queued or interrupted job running, for the caller; None if none waits.
 
         Its attempt rises by one.
         """
-        with self.atomic():
-            row = self._row("claim_job", now=self._clock())
+        with self._db.atomic():
+            row = self._db.row("claim_job", now=self._clock())
         return None if row is None else _job(row)
 
     def mark_interrupted(self) -> list[str]:
         """At the start of a runner: running jobs have lost theirs. Returns their ids."""
-        with self.atomic():
-            return [row["id"] for row in self._rows("mark_interrupted")]
+        with self._db.atomic():
+            return [row["id"] for row in self._db.rows("mark_interrupted")]
 
     def set_state(self, job_id: str, state: JobState, *, reason: str | None = None) -> None:
         """Move a job to a state, with the reason for people; a request is thereby answered.
 
         Raises StoreError: no way leads there from the state it is in.
         """
-        with self.atomic():
-            moved = self._row(
+        with self._db.atomic():
+            moved = self._db.row(
                 "set_state",
                 id=job_id,
                 state=state,
@@ -202,18 +188,18 @@ class JobStore:
 
         Returns whether that could have an effect: False for a job that is over or is so already.
         """
-        with self.atomic():
-            changed = self._row("set_request", id=job_id, request=request, now=self._clock())
+        with self._db.atomic():
+            changed = self._db.row("set_request", id=job_id, request=request, now=self._clock())
             return changed is not None or not self.job(job_id)
 
     def set_total(self, job_id: str, total: int) -> None:
         """Set the number of result rows that the job will have."""
-        with self.atomic():
+        with self._db.atomic():
             self._must_change("set_total", job_id, total=total)
 
     def set_record(self, job_id: str, record: Mapping[str, Any]) -> None:
         """Replace the job's record; values must have a JSON form."""
-        with self.atomic():
+        with self._db.atomic():
             self._must_change("set_record", job_id, record=json.dumps(dict(record)))
 
     # Finished rows: first in the spool, then in parts
@@ -226,15 +212,15 @@ class JobStore:
         Raises StoreError: one of the rows is finished already, or there are more than the total;
             then nothing of the batch is kept.
         """
-        with self.atomic():
+        with self._db.atomic():
             self._refuse_published_rows(job_id, batch)
-            batch_id = self._run(
+            batch_id = self._db.insert(
                 "insert_spool_batch",
                 job_id=job_id,
                 num_rows=len(batch.row_indices),
                 now=self._clock(),
                 ipc=batch.ipc,
-            ).lastrowid
+            )
             for row, sample in zip(batch.row_indices, batch.sample_indices, strict=True):
                 self._insert_spool_row(job_id, row, sample, batch_id)
             return self._count(job_id, batch)
@@ -246,19 +232,19 @@ class JobStore:
 
         Memory is bounded by the range and by the parts that reach into it.
         """
-        with self._snapshot():
+        with self._db.snapshot():
             rows = self._done_keys(job_id, begin, end)[:, 0]
         return np.sort(rows[(rows >= begin) & (rows < end)])
 
     def spool_size(self, job_id: str) -> SpoolSize:
         """What is finished and in no part, not even a publishing one."""
-        row = self._row("select_spool_size", job_id=job_id)
+        row = self._db.row("select_spool_size", job_id=job_id)
         assert row is not None
         return SpoolSize(**dict(row))
 
     def spool(self, job_id: str) -> list[bytes]:
         """Arrow IPC streams of the rows in no committed part, in the order they came."""
-        return [row["ipc"] for row in self._rows("select_spool_blobs", job_id=job_id)]
+        return [row["ipc"] for row in self._db.rows("select_spool_blobs", job_id=job_id)]
 
     def begin_part(self, job_id: str) -> tuple[Part, list[bytes]]:
         """Announce the next part with all rows that no other has taken; they stay in the spool.
@@ -266,11 +252,11 @@ class JobStore:
         Part 0 is always empty: it shows the schema before there are rows.
         Returns the part, `publishing`, and its rows as Arrow IPC streams.
         """
-        with self.atomic():
-            number = self._one("select_next_part_number", job_id=job_id)
-            taken = self._rows("select_untaken_rows", job_id=job_id) if number else []
+        with self._db.atomic():
+            number = self._db.one("select_next_part_number", job_id=job_id)
+            taken = self._db.rows("select_untaken_rows", job_id=job_id) if number else []
             keys = _key_array(taken)
-            self._run(
+            self._db.insert(
                 "insert_part",
                 job_id=job_id,
                 number=number,
@@ -281,12 +267,12 @@ class JobStore:
                 row_keys=pack_keys(keys),
             )
             if number:
-                self._run("take_spool_batches", job_id=job_id, number=number)
+                self._db.run("take_spool_batches", job_id=job_id, number=number)
             return self._with_blobs(job_id, number)
 
     def unfinished_parts(self, job_id: str) -> list[tuple[Part, list[bytes]]]:
         """Parts announced and not committed, whose files may be there or not, with their rows."""
-        with self._snapshot():
+        with self._db.snapshot():
             publishing = [part for part in self.parts(job_id) if part.state == "publishing"]
             return [self._with_blobs(job_id, part.number) for part in publishing]
 
@@ -295,18 +281,18 @@ class JobStore:
 
         Raises StoreError: no such part is publishing.
         """
-        with self.atomic():
-            if self._row("commit_part", job_id=job_id, number=number) is None:
+        with self._db.atomic():
+            if self._db.row("commit_part", job_id=job_id, number=number) is None:
                 raise StoreError(f"job {job_id} has no part {number} that is being published")
-            self._run("delete_part_batches", job_id=job_id, number=number)
+            self._db.run("delete_part_batches", job_id=job_id, number=number)
 
     def parts(self, job_id: str) -> list[Part]:
         """All parts of a job by number."""
-        return [Part(**dict(row)) for row in self._rows("select_parts", job_id=job_id)]
+        return [Part(**dict(row)) for row in self._db.rows("select_parts", job_id=job_id)]
 
     def finished(self, job_id: str) -> FinishedRows:
         """The job and where its finished rows are, as of one instant."""
-        with self._snapshot():
+        with self._db.snapshot():
             committed = tuple(part for part in self.parts(job_id) if part.state == "committed")
             blobs = tuple(self.spool(job_id))
             return FinishedRows(job=self.job(job_id), parts=committed, blobs=blobs)
@@ -323,8 +309,8 @@ class JobStore:
         environment: Mapping[str, str],
     ) -> None:
         """Say that this process, which holds the lock, is the runner, and is not stopping."""
-        with self.atomic():
-            self._run(
+        with self._db.atomic():
+            self._db.run(
                 "set_runner",
                 pid=pid,
                 pid_start_time=pid_start_time,
@@ -336,12 +322,12 @@ class JobStore:
 
     def set_heartbeat(self, pid: int) -> None:
         """Say that the runner of this pid lives."""
-        with self.atomic():
-            self._run("set_heartbeat", pid=pid, now=self._clock())
+        with self._db.atomic():
+            self._db.run("set_heartbeat", pid=pid, now=self._clock())
 
     def runner(self) -> RunnerInfo | None:
         """The runner that last said it runs; it may be dead."""
-        row = self._row("select_runner")
+        row = self._db.row("select_runner")
         if row is None:
             return None
         values = {name: row[name] for name in row.keys() if name != "id"}  # noqa: SIM118
@@ -349,8 +335,8 @@ class JobStore:
 
     def set_stopping(self) -> None:
         """The runner must not claim another job."""
-        with self.atomic():
-            self._run("set_stopping")
+        with self._db.atomic():
+            self._db.run("set_stopping")
 
     def stop_if_idle(self) -> bool:
         """Find the queue empty and mark the runner stopping, as one step; False where it is not.
@@ -358,113 +344,32 @@ class JobStore:
         A submit commits its job first and then looks for a runner. So either this sees the job,
         or the submit sees a runner that is stopping, and starts the next.
         """
-        with self.atomic():
-            return self._row("stop_if_idle") is not None
+        with self._db.atomic():
+            return self._db.row("stop_if_idle") is not None
 
     def clear_runner(self, pid: int) -> None:
         """The runner of this pid ends in good order."""
-        with self.atomic():
-            self._run("delete_runner", pid=pid)
-
-    # Transactions
-
-    @contextmanager
-    def atomic(self) -> Iterator[None]:
-        """All writes within happen, or none. Waits for other writers up to the busy timeout.
-
-        Raises StoreError: SQLite's own words and which database; nothing was written.
-        """
-        with self._errors("refuses a write"), self._transaction("BEGIN IMMEDIATE"):
-            yield
-
-    @contextmanager
-    def _snapshot(self) -> Iterator[None]:
-        """All reads within see one state of the database."""
-        with self._errors("cannot be read"), self._transaction("BEGIN"):
-            yield
-
-    @contextmanager
-    def _transaction(self, begin: str) -> Iterator[None]:
-        self._db.execute(begin)
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            # A full disk may have rolled back already.
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
-
-    @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            name = getattr(error, "sqlite_errorname", type(error).__name__)
-            raise StoreError(f"state database {self.path} {what}: {error} ({name})") from error
-
-    def _run(self, query: str, **values: Any) -> sqlite3.Cursor:
-        return self._db.execute(QUERIES[query], values)
-
-    def _rows(self, query: str, **values: Any) -> list[sqlite3.Row]:
-        with self._errors("cannot be read"):
-            return self._run(query, **values).fetchall()
-
-    def _row(self, query: str, **values: Any) -> sqlite3.Row | None:
-        rows = self._rows(query, **values)
-        return rows[0] if rows else None
-
-    def _one(self, query: str, **values: Any) -> Any:
-        (row,) = self._rows(query, **values)
-        return row[0]
-
-    def _must_change(self, query: str, job_id: str, **values: Any) -> None:
-        if self._row(query, id=job_id, **values) is None:
-            self.job(job_id)
+        with self._db.atomic():
+            self._db.run("delete_runner", pid=pid)
 
     # Steps of the above
 
-    def _set_up(self, busy_timeout_s: float) -> None:
-        self._use_wal(busy_timeout_s)
-        self._db.execute("PRAGMA synchronous = FULL")
-        self._db.execute("PRAGMA foreign_keys = ON")
-        self._db.execute(f"PRAGMA journal_size_limit = {WAL_KEPT_NBYTES}")
-        version = self._version()
-        if version > len(STEPS):
-            raise StoreError(
-                f"state database {self.path} has version {version}, this program knows up to "
-                f"{len(STEPS)}: use the newer ntx-batch that wrote it"
-            )
-        if version < len(STEPS):
-            migrate(self._db)
-
-    def _use_wal(self, timeout_s: float) -> None:
-        # NOTE: SQLite does not wait for others here, so several first openers would fail.
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                self._db.execute("PRAGMA journal_mode = WAL")
-                return
-            except sqlite3.OperationalError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.02)
-
-    def _version(self) -> int:
-        return int(self._db.execute("PRAGMA user_version").fetchone()[0])
+    def _must_change(self, query: str, job_id: str, **values: Any) -> None:
+        if self._db.row(query, id=job_id, **values) is None:
+            self.job(job_id)
 
     def _insert_spool_row(
-        self, job_id: str, row_index: int, sample_index: int, batch_id: int | None
+        self, job_id: str, row_index: int, sample_index: int, batch_id: int
     ) -> None:
         try:
-            self._run(
+            self._db.insert(
                 "insert_spool_row",
                 job_id=job_id,
                 row_index=row_index,
                 sample_index=sample_index,
                 batch_id=batch_id,
             )
-        except sqlite3.IntegrityError as error:
+        except ConflictError as error:
             raise StoreError(
                 f"job {job_id}: row {row_index} sample {sample_index} is in the spool already, "
                 f"or is negative ({error})"
@@ -475,7 +380,7 @@ class JobStore:
             return
         begin, end = min(batch.row_indices), max(batch.row_indices) + 1
         new = set(zip(batch.row_indices, batch.sample_indices, strict=True))
-        for row in self._rows("select_part_keys", job_id=job_id, begin=begin, end=end):
+        for row in self._db.rows("select_part_keys", job_id=job_id, begin=begin, end=end):
             keys = unpack_keys(row["row_keys"])
             near = keys[(keys[:, 0] >= begin) & (keys[:, 0] < end)]
             again = sorted(new.intersection(map(tuple, near.tolist())))
@@ -486,7 +391,7 @@ class JobStore:
 
     def _count(self, job_id: str, batch: RowBatch) -> int:
         return int(
-            self._one(
+            self._db.one(
                 "add_counts",
                 id=job_id,
                 num_ok=batch.num_ok,
@@ -497,12 +402,12 @@ class JobStore:
         )
 
     def _done_keys(self, job_id: str, begin: int, end: int) -> npt.NDArray[np.int64]:
-        spooled = self._rows("select_spool_rows", job_id=job_id, begin=begin, end=end)
-        packed = self._rows("select_part_keys", job_id=job_id, begin=begin, end=end)
+        spooled = self._db.rows("select_spool_rows", job_id=job_id, begin=begin, end=end)
+        packed = self._db.rows("select_part_keys", job_id=job_id, begin=begin, end=end)
         return np.concatenate([_key_array(spooled), *(unpack_keys(row[0]) for row in packed)])
 
     def _with_blobs(self, job_id: str, number: int) -> tuple[Part, list[bytes]]:
-        rows = self._rows("select_part_blobs", job_id=job_id, number=number)
+        rows = self._db.rows("select_part_blobs", job_id=job_id, number=number)
         return self.parts(job_id)[number], [row["ipc"] for row in rows]
 
 
@@ -529,35 +434,7 @@ def unpack_keys(packed: bytes) -> npt.NDArray[np.int64]:
     return np.cumsum(steps, axis=0, dtype=np.int64)
 
 
-def migrate(db: sqlite3.Connection, schema: str = SCHEMA, steps: tuple[str, ...] = STEPS) -> None:
-    """Bring a database to the newest version: an empty one at once, an older one step by step.
-
-    Another process may do so at the same time: one of the two then finds nothing left to do.
-    """
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        for script in [schema] if version == 0 else steps[version:]:
-            for statement in _statements(script):
-                db.execute(statement)
-        db.execute(f"PRAGMA user_version = {len(steps)}")
-        db.execute("COMMIT")
-    except BaseException:
-        db.execute("ROLLBACK")
-        raise
-
-
-def _statements(script: str) -> Iterator[str]:
-    """The statements of a script; executescript would end the transaction around it."""
-    statement = ""
-    for line in script.splitlines(keepends=True):
-        statement += line
-        if sqlite3.complete_statement(statement):
-            yield statement
-            statement = ""
-
-
-def _key_array(rows: list[sqlite3.Row]) -> npt.NDArray[np.int64]:
+def _key_array(rows: list[Row]) -> npt.NDArray[np.int64]:
     return np.array([tuple(row) for row in rows], np.int64).reshape(-1, 2)
 
 
@@ -565,7 +442,7 @@ def _planned_rows(spec: JobSpec, manifest: Manifest) -> int:
     return manifest.num_rows if spec.limit is None else min(spec.limit, manifest.num_rows)
 
 
-def _job(row: sqlite3.Row) -> Job:
+def _job(row: Row) -> Job:
     values = {name: row[name] for name in row.keys() if name != "num"}  # noqa: SIM118
     return Job(
         **values

@@ -25,7 +25,7 @@ HOMES = {
         "jobs/publish.py",
         "jobs/results.py",
     },
-    "sqlite3": {"jobs/store.py"},
+    "sqlite3": {"jobs/database.py"},
     "typer": {"ntx_batch/cli.py"},
     "cupy": {"kernels/cuda/"},
 }

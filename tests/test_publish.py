@@ -304,12 +304,12 @@ publish_part(job, part, blobs)
 if step == "published":
     os._exit(9)
 if step == "committing":
-    commit = store._run
-    def run(query, **values):
+    run = store._db.run
+    def die_before_deleting(query, **values):
         if query == "delete_part_batches":
             os._exit(9)
-        return commit(query, **values)
-    store._run = run
+        return run(query, **values)
+    store._db.run = die_before_deleting
 store.commit_part(job.id, part.number)
 os._exit(9)
 """

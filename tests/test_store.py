@@ -19,9 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobs.database import Database, migrate
 from jobs.records import JobNotFoundError, ResultsError, RowBatch, StoreError
 from jobs.sql import STEPS, parse_queries
-from jobs.store import JobStore, migrate, new_job_id, pack_keys, unpack_keys
+from jobs.store import JobStore, new_job_id, pack_keys, unpack_keys
 from tests.job_factories import make_batch, make_job, make_manifest, make_spec
 
 
@@ -540,8 +541,9 @@ def test_queries_are_parsed_by_name() -> None:
 
 
 def test_writer_waits_for_another_and_gives_up_by_name(path: Path) -> None:
-    with JobStore(path, busy_timeout_s=0.05) as store, JobStore(path) as other:
-        job = make_job(store)
+    with JobStore(path, busy_timeout_s=0.05) as store:
+        job, other = make_job(store), Database(path)
         with other.atomic(), pytest.raises(StoreError, match=r"locked \(SQLITE_BUSY\)"):
             store.set_total(job.id, 3)
         store.set_total(job.id, 3)
+        other.close()
