@@ -56,13 +56,7 @@ class ChatTemplate:
         defer_errors: bool = False,
     ) -> None:
         self.source = source
-        moment = now or datetime.now()
-        self._globals = {
-            "bos_token": bos_token,
-            "eos_token": eos_token,
-            "raise_exception": raise_exception,
-            "strftime_now": moment.strftime,
-        }
+        self._globals = {"bos_token": bos_token, "eos_token": eos_token, **_helpers(now)}
         self._compiled: CompiledTemplate | None = None
         try:
             self._compiled = CompiledTemplate(
@@ -152,10 +146,19 @@ class ChatTemplate:
 class PromptTemplate:
     """A prompt over a row's columns, in the sandbox and limits of chat templates.
 
-    Line breaks and white space stay as written. Raises TemplateError: it does not compile.
+    Line breaks and white space stay as written. now: as for ChatTemplate.
+
+    Raises TemplateError: it does not compile.
     """
 
-    def __init__(self, source: str, *, limits: TemplateLimits | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        now: datetime | None = None,
+        limits: TemplateLimits | None = None,
+    ) -> None:
+        self._globals = _helpers(now)
         self._compiled = CompiledTemplate(
             source,
             what="prompt template",
@@ -168,7 +171,7 @@ class PromptTemplate:
     def render(self, columns: Mapping[str, Any], /) -> str:
         """Raises TemplateError: it names no column of these, prints a null, or fails."""
         try:
-            return self._compiled.render(columns)
+            return self._compiled.render({**self._globals, **columns})
         except TemplateError as error:
             if isinstance(error.__cause__, jinja2.UndefinedError):
                 raise TemplateError(f"{error}; the columns are {', '.join(columns)}") from error
@@ -193,6 +196,13 @@ def chat_template_of(
         now=now,
         defer_errors=True,
     )
+
+
+def _helpers(now: datetime | None) -> dict[str, Any]:
+    return {
+        "raise_exception": raise_exception,
+        "strftime_now": (now or datetime.now()).strftime,
+    }
 
 
 def _not_null(value: Any) -> Any:

@@ -172,24 +172,32 @@ def _build_bpe(file: HasMetadata, forced: str | None) -> Tokenizer:
     spec = find_pre_tokenizer(forced or named or "default")
     vocabulary = read_vocabulary(file)
     model = BpeModel(vocabulary, read_merges(file), spec)
+    add_bos = read_flag(file.metadata, "add_bos_token", spec.add_bos)
+    warnings = _name_warnings(forced, named) + _bpe_warnings(model)
+    if add_bos and vocabulary.bos_id is None:
+        warnings.append(f"the model wants BOS, but the file names none ({PREFIX}bos_token_id)")
     return Tokenizer(
         vocabulary,
         model,
         SpecialTokens(vocabulary),
-        add_bos=read_flag(file.metadata, "add_bos_token", spec.add_bos),
-        warnings=tuple(_bpe_warnings(model, forced, named)),
+        add_bos=add_bos,
+        warnings=tuple(warnings),
     )
 
 
-def _bpe_warnings(model: BpeModel, forced: str | None, named: str | None) -> list[str]:
-    warnings = []
+def _name_warnings(forced: str | None, named: str | None) -> list[str]:
+    if forced and forced != named:
+        return [f"pre-tokenizer {forced!r} is forced; the model file names {named!r}"]
     if not named and not forced:
-        warnings.append(
+        return [
             f"the model file names no pre-tokenizer ({PREFIX}pre); 'default' is used, which may "
             "cut text otherwise than in training"
-        )
-    if forced and forced != named:
-        warnings.append(f"pre-tokenizer {forced!r} is forced; the model file names {named!r}")
+        ]
+    return []
+
+
+def _bpe_warnings(model: BpeModel) -> list[str]:
+    warnings = []
     if model.num_unusable_merges:
         warnings.append(
             f"{model.num_unusable_merges} merges of tokens that are not in the vocabulary are left "

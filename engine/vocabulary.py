@@ -37,6 +37,7 @@ EOG_TEXTS = frozenset(
         "[e~[",
     }
 )
+SPM_DEFAULTS = {"bos_token_id": "<s>", "eos_token_id": "</s>"}  # where the file names none
 MARK = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 # These are also ordinary text (HTML, say), so they count only where the file calls them control.
 EOG_TEXTS_IF_CONTROL = frozenset({"</s>", "<EOT>", "[EOT]", "<eos>", "[EOS]"})
@@ -95,6 +96,9 @@ def read_vocabulary(file: HasMetadata) -> Vocabulary:
     texts = [text.decode(errors="replace") for text in raw]
     kinds = _read_kinds(metadata, len(texts))
     ids = {key: _token_id(metadata, key, len(texts)) for key in ("bos_token_id", *EOG_KEYS)}
+    if metadata.get(PREFIX + "model") == "llama":
+        for key, text in SPM_DEFAULTS.items():
+            ids[key] = _find_control(texts, kinds, text) if ids[key] is None else ids[key]
     named_ends = {token_id for key in EOG_KEYS if (token_id := ids[key]) is not None}
     ends_by_text = set(_eog_by_text(texts, kinds))
     marks = {i for i in (ids["bos_token_id"], *named_ends) if i is not None}
@@ -163,6 +167,11 @@ def _token_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | 
     if not isinstance(token_id, int) or not 0 <= token_id < num_tokens:
         raise TokenizerError(f"{PREFIX}{name} is {token_id!r}, but there are {num_tokens} tokens")
     return token_id
+
+
+def _find_control(texts: Sequence[str], kinds: Sequence[TokenKind], text: str) -> int | None:
+    found = texts.index(text) if text in texts else None
+    return found if found is not None and kinds[found] == TokenKind.CONTROL else None
 
 
 def _eog_by_text(texts: Iterable[str], kinds: Sequence[TokenKind]) -> Iterable[int]:

@@ -430,6 +430,13 @@ def test_prompt_template_over_columns() -> None:
     assert text == "Title: A\n#x #y \n"
 
 
+def test_prompt_template_has_the_helpers() -> None:
+    template = PromptTemplate("{{ strftime_now('%Y') }} {{ a }}", now=datetime(2024, 7, 26))
+    assert template.render({"a": 1}) == "2024 1"
+    with pytest.raises(TemplateError, match="the prompt template refuses this input: too short"):
+        PromptTemplate("{{ raise_exception('too short') }}").render({})
+
+
 def test_prompt_template_names_the_columns_there_are() -> None:
     template = PromptTemplate("{{ body }}")
     with pytest.raises(TemplateError, match="'body' is undefined; the columns are title, text"):

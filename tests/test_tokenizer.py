@@ -216,6 +216,18 @@ def test_bos_by_the_models_rule_bpe(pre: str, add_bos_token: bool | None, expect
     assert Tokenizer.from_gguf(file).encode("hi") == [256] * expected + list(b"hi")
 
 
+def test_bos_of_a_file_that_names_none() -> None:
+    """Case 4: SentencePiece files mean `<s>`; a byte-level one says that it lacks it."""
+    unnamed = Tokenizer.from_gguf(spm_file(bos_token_id=None, eos_token_id=None))
+    assert (unnamed.bos_id, unnamed.eos_id) == (1, 2)
+    assert unnamed.encode("hi") == Tokenizer.from_gguf(spm_file()).encode("hi")
+    bpe = Tokenizer.from_gguf(bpe_file(pre="llama-bpe"))
+    assert bpe.encode("hi") == list(b"hi")
+    assert bpe.warnings == (
+        "the model wants BOS, but the file names none (tokenizer.ggml.bos_token_id)",
+    )
+
+
 def test_bos_is_never_doubled() -> None:
     """Case 4: text that begins with the text of BOS, read as text and as a mark."""
     tokenizer = Tokenizer.from_gguf(spm_file())
