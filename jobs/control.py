@@ -220,11 +220,12 @@ def stop_runner(home: Home, *, timeout_s: float = 30.0) -> bool:
     status = runner_status(home)
     if status.state == "absent":
         return False
-    if status.pid is not None:
+    process = None if status.pid is None else ProcessId.of(status.pid)
+    if process is not None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(status.pid, signal.SIGTERM)
+            os.kill(process.pid, signal.SIGTERM)
     deadline = time.monotonic() + timeout_s
-    while runner_status(home).state != "absent":
+    while runner_status(home).state != "absent" or (process and process.is_running()):
         if time.monotonic() > deadline:
             raise RunnerError(
                 f"the runner (pid {status.pid}) is still there {timeout_s:.0f} s after SIGTERM; "

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from jobs.control import child_environment
-from jobs.home import Home
+from jobs.home import HOME_VARIABLE, Home
 from jobs.messages import ActorStarted, Command, DriverReady, Event, StartJob
 from jobs.processes import (
     INSTANCE_VARIABLE,
@@ -65,10 +65,9 @@ class DriverProcess:
     def _environment(self) -> dict[str, str]:
         inherited = child_environment()
         ours = {key: value for key, value in inherited.items() if not key.startswith("RAY_")}
-        self._home.numba_dir.mkdir(mode=0o700, exist_ok=True)
         return ours | {
             INSTANCE_VARIABLE: self._marker,
-            "NUMBA_CACHE_DIR": inherited.get("NUMBA_CACHE_DIR", str(self._home.numba_dir)),
+            HOME_VARIABLE: str(self._home.path),
             # On one machine this is what makes Ray bind all its sockets to loopback.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_USAGE_STATS_ENABLED": "0",

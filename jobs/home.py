@@ -47,10 +47,6 @@ class Home:
         return self.path / "runner.log"
 
     @property
-    def numba_dir(self) -> Path:
-        return self.path / "numba"
-
-    @property
     def ray_token_path(self) -> Path:
         return self.path / "ray-token"
 

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 from jobs.control import RunnerLock, ensure_runner, environment_of
 from jobs.driver_process import DriverProcess, EngineLostError, clear_leftovers
@@ -57,14 +58,17 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.is_set = False
+        self._is_installed = False
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
 
-    def install(self) -> None:
-        """Main thread only."""
+    def install(self) -> Self:
+        """From here to the end of this process; main thread only."""
+        self._is_installed = True
         signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.set())
+        return self
 
     def set(self) -> None:
         self.is_set = True
@@ -77,10 +81,20 @@ class StopSignal:
         with contextlib.suppress(TimeoutError):
             self._read.recv(64)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_installed:
+            signal.set_wakeup_fd(-1)
+        self._read.close()
+        self._write.close()
+
 
 class Runner:
     """Runs the jobs of a state folder; the caller holds its lock.
 
+    stop: makes `run` return soon, its job interrupted
     publish: makes part files
     start_driver: starts the process that talks to Ray
     clock: Unix seconds
@@ -92,6 +106,7 @@ class Runner:
         lock: RunnerLock,
         *,
         store: JobStore,
+        stop: StopSignal,
         publish: Publisher = publish_part,
         start_driver: Callable[[Home], DriverProcess] = DriverProcess,
         idle_exit_s: float = IDLE_EXIT_S,
@@ -107,14 +122,14 @@ class Runner:
         self._driver: DriverProcess | None = None
         self._attempt = 0
         self._heartbeat_at = 0.0
-        self.stop = StopSignal()
+        self._stop = stop
 
     def run(self) -> None:
         """Clear up after the dead, then run jobs until told to stop or idle for too long."""
         self._take_over()
         idle_since = time.monotonic()
         try:
-            while not self.stop.is_set:
+            while not self._stop.is_set:
                 job = self._store.claim_job()
                 if job is not None:
                     self._run_job(job)
@@ -168,7 +183,7 @@ class Runner:
         except EngineLostError as error:
             log.warning("the idle engine is gone: %s", error)
             self._discard_driver()
-        self.stop.wait(POLL_INTERVAL_S)
+        self._stop.wait(POLL_INTERVAL_S)
 
     def _beat(self) -> None:
         if time.monotonic() - self._heartbeat_at > HEARTBEAT_INTERVAL_S:
@@ -220,10 +235,10 @@ class Runner:
         while not run.is_complete:
             self._beat()
             request = self._store.job(run.job.id).request
-            if self.stop.is_set or request is not None:
+            if self._stop.is_set or request is not None:
                 self._stop_job(dispatch, request)
                 return True
-            for event in self._driver.wait(EVENT_TIMEOUT_S, [self.stop.fileno()]):
+            for event in self._driver.wait(EVENT_TIMEOUT_S, [self._stop.fileno()]):
                 dispatch.take(event)
             run.cut_part_if_due()
         dispatch.end()
@@ -346,11 +361,14 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     home = Home.open(options.home)
     try:
-        with RunnerLock(home) as lock, JobStore(home.state_path) as store:
-            runner = Runner(home, lock, store=store, idle_exit_s=options.idle_exit_s)
-            runner.stop.install()
-            runner.run()
-    except RunnerError as error:
+        # Signals first: whoever sees the lock held may send one.
+        with (
+            StopSignal().install() as stop,
+            RunnerLock(home) as lock,
+            JobStore(home.state_path) as store,
+        ):
+            Runner(home, lock, store=store, stop=stop, idle_exit_s=options.idle_exit_s).run()
+    except JobError as error:
         log.error("%s", error)
         return 1
     return 0
