@@ -131,7 +131,7 @@ def choose(
 ) -> list[Chosen | RowError]:
     """Choose the next token of each row; the rows themselves stay as they are.
 
-    logits: (num_rows, vocab_size) float32, contiguous
+    logits: (num_rows, vocab_size) float32
     num_tokens: ids from here on are padding
     ops: spreads the rows over its workers; None works in the calling thread
     Returns, by row, a choice, or the RowError of a row that has none.
@@ -141,6 +141,7 @@ def choose(
     choices = sampling.new_choices(len(rows))
     num_workers = 1 if ops is None else ops.num_workers
 
+    logits = np.require(logits, np.float32, ["C", "W"])  # the one kind the kernel is compiled for
     bits = logits.view(np.int32)
 
     def body(worker: int) -> None:

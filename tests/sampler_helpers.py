@@ -1,14 +1,61 @@
-"""A plain sampler to compare with: sorts, sums and divides in float64, in the order documented."""
+"""What sampler tests share: short ways to make rows and choices, and a plain sampler.
+
+The plain one sorts, sums and divides in float64, in the order documented.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.requests import SamplingParams
+from engine.requests import Request, RowError, SamplingParams
+from engine.sampler import Chosen, RowSampler, choose
 
 Float64 = npt.NDArray[np.float64]
 WORD = 0xFFFFFFFF
+NO_EOG: frozenset[int] = frozenset()
+
+
+def row_of(
+    params: SamplingParams | None = None,
+    *,
+    row_index: int = 0,
+    sample_index: int = 0,
+    job_seed: int = 0,
+    prompt: Sequence[int] = (0,),
+    output: Sequence[int] = (),
+    eog_ids: frozenset[int] = NO_EOG,
+    **changes: Any,
+) -> RowSampler:
+    request = Request(
+        row_index=row_index,
+        sample_index=sample_index,
+        token_ids=np.array(prompt, np.int32),
+        params=replace(params or SamplingParams(), **changes),
+        job_seed=job_seed,
+    )
+    row = RowSampler(request, eog_ids)
+    for token_id in output:
+        row.accept(token_id)
+    return row
+
+
+def choose_all(logits: Any, rows: list[RowSampler], **kwargs: Any) -> list[Chosen | RowError]:
+    matrix = np.array(np.broadcast_to(np.asarray(logits, np.float32), (len(rows), len(logits))))
+    return choose(matrix, rows, **{"num_tokens": matrix.shape[1], **kwargs})
+
+
+def ids_of(outcomes: list[Chosen | RowError]) -> list[int]:
+    assert all(isinstance(outcome, Chosen) for outcome in outcomes), outcomes
+    return [cast(Chosen, outcome).token_id for outcome in outcomes]
+
+
+def choose_one(logits: Any, row: RowSampler, **kwargs: Any) -> int:
+    return ids_of(choose_all(logits, [row], **kwargs))[0]
 
 
 def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
