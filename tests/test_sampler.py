@@ -88,7 +88,7 @@ def test_repetition_penalty_looks_at_the_whole_prompt_and_output_once_per_token(
     ],
 )
 def test_presence_and_frequency_penalties_by_hand(
-    changes: dict[str, float], logits: list[float], wanted: int
+    changes: dict[str, Any], logits: list[float], wanted: int
 ) -> None:
     assert choose_one(logits, row_of(prompt=[0], output=[1, 2, 2, 2], **changes)) == wanted
 
@@ -130,7 +130,7 @@ def test_ending_tokens_are_masked_before_min_tokens() -> None:
 
 
 def test_masked_tokens_are_not_drawn_at_any_temperature() -> None:
-    changes = {"temperature": 1000.0, "min_tokens": 1, "top_p": 0.99999}
+    changes: dict[str, Any] = {"temperature": 1000.0, "min_tokens": 1, "top_p": 0.99999}
     rows = [row_of(row_index=i, eog_ids=frozenset({0, 2}), **changes) for i in range(500)]
     assert set(ids_of(choose_all([9.0, 1.0, 8.0, 0.0], rows))) == {1, 3}
 

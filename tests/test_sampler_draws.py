@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ LOGITS = {
     "300 with ties": RNG.integers(-3, 3, 300).astype(np.float32),
     "1000 heavy tail": (2 * RNG.standard_t(4, 1000)).astype(np.float32),
 }
-MIXES = {
+MIXES: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0},
     "temperature 0.3": {"temperature": 0.3},
     "temperature 2": {"temperature": 2.0},

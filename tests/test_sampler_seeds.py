@@ -116,7 +116,7 @@ def test_unseeded_twins_differ_but_repeat_under_the_job_seed() -> None:
 
 
 def test_seed_row_sample_position_and_purpose_each_change_the_number() -> None:
-    base = {"temperature": 1.0, "row_index": 3, "sample_index": 0, "job_seed": 9}
+    base: dict[str, Any] = {"temperature": 1.0, "row_index": 3, "sample_index": 0, "job_seed": 9}
     rows = [
         row_of(**base),
         row_of(**{**base, "row_index": 4}),
