@@ -101,20 +101,21 @@ def alone(prompts: list[str], max_tokens: int) -> list[str]:
 
 def test_every_row_has_one_result_and_bad_ones_say_why(world: World) -> None:
     """Cases 1, 7, 8 and 11: one bad row fails alone; the order and the ids are the input's."""
-    prompts: list[str | None] = [f"number {row}" for row in range(300)]
-    prompts[50], prompts[150], prompts[250] = None, "", "x" * 200_000
+    prompts: list[str | None] = [f"number {row}" for row in range(1000)]
+    wanted: dict[int, str] = {500: "context_length_exceeded"}
+    prompts[500] = "x" * 200_000
+    for row in range(100, 600, 100):
+        prompts[row + 1], wanted[row + 1] = None, "invalid_prompt"
+        prompts[row + 2], wanted[row + 2] = "", "empty_prompt"
     job = world.run(prompts, shard_rows=64)
-    assert (job.state, job.exit_code, job.num_ok, job.num_error) == ("completed", 3, 297, 3)
+    assert (job.state, job.exit_code, job.num_ok, job.num_error) == ("completed", 3, 989, 11)
     table = world.results(job)
-    assert table["row_index"].to_pylist() == list(range(300))
-    assert table["id"].to_pylist() == [f"row {row}" for row in range(300)]
+    assert table["row_index"].to_pylist() == list(range(1000))
+    assert table["id"].to_pylist() == [f"row {row}" for row in range(1000)]
     codes = {row: code for row, code in enumerate(table["error_code"].to_pylist()) if code}
-    assert codes == {
-        50: "invalid_prompt",
-        150: "empty_prompt",
-        250: "context_length_exceeded",
-    }
-    good = [row for row in range(300) if row not in codes]
+    assert codes == wanted
+    assert "200002 tokens" in table["error_message"][500].as_py()
+    good = [row for row in range(1000) if row not in codes]
     assert {table["completion_tokens"][row].as_py() for row in good} == {4}
     assert job.record["num_threads"] >= 1
     assert {"ray_s", "load_s", "compile_s"} <= set(job.record)
