@@ -161,7 +161,7 @@ def status(
 ) -> None:
     """Show where a job stands.
 
-    Example: ntx-batch status t4a8s --json
+    Example: ntx-batch status d254e --json
     """
     found = client.job(job).snapshot() if job else client.newest_job().snapshot()
     if as_json:
@@ -187,7 +187,7 @@ def list_command(as_json: AsJson = False) -> None:
 def watch(job: JobId) -> None:
     """Show a job's progress: rows, tokens per second, time left. Ctrl-C leaves it running.
 
-    Example: ntx-batch watch t4a8s
+    Example: ntx-batch watch d254e
     """
     _wait(client.job(job))
 
@@ -204,7 +204,7 @@ def wait(
 ) -> None:
     """Wait for a job to be over, in silence, and exit with its code.
 
-    Example: ntx-batch wait t4a8s --timeout 3600 && echo all rows ok
+    Example: ntx-batch wait d254e --timeout 3600 && echo all rows ok
     """
     _wait(client.job(job), timeout_s=timeout, quiet=True)
 
@@ -237,7 +237,7 @@ def results(
 ) -> None:
     """Show or export the rows finished so far, in input order. Works while the job runs.
 
-    Example: ntx-batch results t4a8s -o answers.parquet
+    Example: ntx-batch results d254e -o answers.parquet
     """
     handle = client.job(job)
     if output is not None:
@@ -253,7 +253,7 @@ def results(
 def logs(job: JobId) -> None:
     """Print what the runner logged about a job.
 
-    Example: ntx-batch logs t4a8s
+    Example: ntx-batch logs d254e
     """
     typer.echo(client.job(job).logs(), nl=False)
 

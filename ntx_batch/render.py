@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -34,8 +35,8 @@ STATE_STYLES = {
 PLAIN_INTERVAL_S = 10.0  # between progress lines where stderr is not a terminal
 CELL_CHARS = 400  # longer texts are cut in tables, never in files
 MAX_CARRIED = 2
-_OUR_COLUMNS = ("row_index", "status", "generated_text", "finish_reason", "completion_tokens")
-_ERROR_COLUMNS = ("row_index", "error_code", "error_message")
+_ROW_COLUMNS = ("ended", "text", "tokens")
+_ERROR_COLUMNS = ("error_code", "error_message")
 
 
 def out() -> Console:
@@ -124,7 +125,7 @@ def print_jobs(jobs: Iterable[Job], now: float) -> None:
             "-" if job.total is None else str(job.total),
             "-" if speed is None else f"{speed:.1f}",
             time.strftime("%Y-%m-%d %H:%M", time.localtime(job.created_at)),
-            job.spec.input,
+            Path(job.spec.input).name,
         )
     out().print(table)
 
@@ -212,16 +213,26 @@ def print_results(
     names: columns of `rows`, carried ones first
     prefix: what the job puts before the names of our columns
     """
-    ours = [prefix + name for name in (_ERROR_COLUMNS if errors else _OUR_COLUMNS)]
-    carried = list(names[: names.index(ours[0])])[:MAX_CARRIED]
-    shown = [ours[0], *carried, *ours[1:]]
-    places = [names.index(name) for name in shown]
+    carried = list(names[: names.index(prefix + "row_index")])[:MAX_CARRIED]
+    ours = _ERROR_COLUMNS if errors else _ROW_COLUMNS
     table = Table(show_lines=True)
-    for name in shown:
-        table.add_column(name.removeprefix(prefix), overflow="fold")
+    for name in ("row", *carried, *ours):
+        table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(row[place]) for place in places))
+        values = dict(zip(names, row, strict=True))
+        own = {name.removeprefix(prefix): value for name, value in values.items()}
+        shown = [own["row_index"], *(values[name] for name in carried)]
+        shown += [own[name] for name in ours] if errors else _outcome(own)
+        table.add_row(*map(_cell, shown))
     out().print(table)
+
+
+def _outcome(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Values of _ROW_COLUMNS; a failed row shows its code and message."""
+    if row["status"] == "error":
+        return row["error_code"], row["error_message"], None
+    ended = row["finish_reason"] or row["status"]
+    return ended, row["generated_text"], row["completion_tokens"]
 
 
 def _cell(value: Any) -> Text:

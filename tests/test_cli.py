@@ -32,6 +32,7 @@ from tests.cli_helpers import (
 from tests.gguf_factory import write_tiny_model
 from tests.golden import GOLDEN
 from tests.job_factories import bad_row, finish_rows, ok_row
+from tests.runner_helpers import make_home
 
 LATER = ("cancel", "pause", "resume", "retry", "rm", "plan", "schedule", "doctor")
 STATUS_KEYS = {
@@ -75,8 +76,9 @@ def prompts(tmp_path: Path) -> Path:
 def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a state folder `home`, whose runner is stopped in the end."""
     folder = tmp_path_factory.mktemp("cli")
+    home = make_home(folder / "home")
     yield folder
-    stop_runner(Home.open(folder / "home"))
+    stop_runner(home)
 
 
 # ---- without a runner ----------------------------------------------------------------------
@@ -226,7 +228,7 @@ def test_results_are_in_input_order_while_the_job_runs(ntx: Command, job: Job) -
     assert (ran.code, ran.err) == (0, "")
     rows = [line for line in ran.out.splitlines() if "│" in line]
     assert "un" in rows[0] and "7" in rows[0]
-    assert "error" in rows[1] and "9" in rows[1]
+    assert "empty_prompt" in rows[1] and "9" in rows[1]
 
 
 def test_failed_rows_alone(ntx: Command, job: Job) -> None:

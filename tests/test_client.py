@@ -16,14 +16,16 @@ from ntx_batch import client
 from ntx_batch.status import rates_of, status_record
 from tests.cli_helpers import MODEL, queue_job, write_prompts
 from tests.job_factories import bad_row, finish_rows, make_job, ok_row
+from tests.runner_helpers import make_home
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a state folder `home`, whose runner is stopped in the end."""
     folder = tmp_path_factory.mktemp("client")
+    home = make_home(folder / "home")
     yield folder
-    stop_runner(Home.open(folder / "home"))
+    stop_runner(home)
 
 
 def test_submit_wait_results(work: Path) -> None:

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.control import stop_runner
-from jobs.home import Home
 from tests.cli_helpers import ROOT, run_process, write_prompts
 from tests.gguf_factory import write_tiny_model
+from tests.runner_helpers import make_home
 
 README = (ROOT / "README.md").read_text()
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -28,8 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("readme")
     write_tiny_model(folder / "model.gguf", metadata={"tokenizer.chat_template": TEMPLATE})
     write_prompts(folder / "prompts.parquet", ["one", "two", "three"])
+    home = make_home(folder / "home")
     yield folder
-    stop_runner(Home.open(folder / "home"))
+    stop_runner(home)
 
 
 def test_the_commands_of_the_readme_run(folder: Path) -> None:
