@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.chat import ChatTemplate, chat_template_of
 from engine.gguf_file import GgufFile
@@ -19,10 +18,11 @@ from engine.hparams import check_tensors, read_hparams
 from engine.kv_cache import KvCache, pages_for
 from engine.machine import free_memory_nbytes, usable_cores
 from engine.model import Model, kv_shape
+from engine.params import validate_params
 from engine.planner import plan_memory
 from engine.requests import EngineConfig, FinishedRow, Request, RowError
 from engine.rows import ActiveRow, failed_row
-from engine.sampler import choose, validate_params
+from engine.sampler import choose
 from engine.scheduler import Chunk, admission_budget, compose_sweep
 from engine.tokenizer import Tokenizer
 from engine.weights import WeightLoader, expanded_nbytes, stored_nbytes
@@ -321,8 +321,3 @@ class Engine:
         row = self._running.pop(slot)
         self._cache.close_row(row.kv)
         self._free_slots.append(slot)
-
-
-def token_array(token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Token ids as a request wants them."""
-    return np.asarray(token_ids, np.int32)

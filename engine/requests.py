@@ -1,13 +1,13 @@
 """The engine's contract: what goes in, what comes out, and its error tree.
 
-    EngineError
-    ├── ModelError                the model file cannot be used; says which key or tensor and why
-    │   ├── GgufError             not a (whole) GGUF file, or a damaged one
-    │   └── UnsupportedModelError a well-formed file with something this engine does not do
-    ├── TokenizerError            the vocabulary cannot be built
-    ├── TemplateError             a chat or prompt template fails; says the line where known
-    ├── MemoryBudgetError         budgets that cannot work; says the smallest that does
-    └── RowError                  one row is bad: `code` is one of ROW_ERROR_CODES
+EngineError
+├── ModelError                the model file cannot be used; says which key or tensor and why
+│   ├── GgufError             not a (whole) GGUF file, or a damaged one
+│   └── UnsupportedModelError a well-formed file with something this engine does not do
+├── TokenizerError            the vocabulary cannot be built
+├── TemplateError             a chat or prompt template fails; says the line where known
+├── MemoryBudgetError         budgets that cannot work; says the smallest that does
+└── RowError                  one row is bad: `code` is one of ROW_ERROR_CODES
 """
 
 from __future__ import annotations

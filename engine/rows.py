@@ -42,9 +42,7 @@ class ActiveRow:
         self._tokens[: self._num_prompt] = request.token_ids
         self._known = self._num_prompt
         self._text = RowText(token_bytes, request.params)
-        self._logprobs: list[TokenLogprob] | None = (
-            None if request.params.logprobs is None else []
-        )
+        self._logprobs: list[TokenLogprob] | None = None if request.params.logprobs is None else []
 
     def progress(self) -> Progress:
         return Progress(slot=self.slot, known=self._known, computed=self.kv.num_tokens)
@@ -63,7 +61,8 @@ class ActiveRow:
         num_generated = self._known - self._num_prompt
         ended_by = ending_token(token_id, self.request.params, self._eog_ids, num_generated)
         if ended_by is not None:
-            if self.request.params.include_stop:
+            params = self.request.params
+            if params.include_stop and token_id in params.stop_token_ids:
                 self._text.push(token_id)
             return self._finish("stop", ended_by)
         stop = self._text.push(token_id)

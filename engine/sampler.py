@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.params import validate_params as validate_params
 from engine.requests import Request, RowError, SamplingParams, TokenLogprob
 from kernels.cpu import sampling
 from kernels.cpu.selection import MAX_TOKENS

@@ -69,9 +69,7 @@ class WeightLoader:
         self._ops = ops
         self._expand = expand
 
-    def load(
-        self, hparams: Hparams, progress: Callable[[int, int], None] | None = None
-    ) -> Weights:
+    def load(self, hparams: Hparams, progress: Callable[[int, int], None] | None = None) -> Weights:
         """Load everything; `progress(layers done, layers)` is called after each layer.
 
         Raises ReadError when the file comes short, UnsupportedTypeError for a type without

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,11 @@ RopeStyle = Literal["adjacent", "halves"]
 PAGE_TOKENS = 32  # tokens of a KV page
 K_BLOCK = 256  # inputs of a product that form one chain of multiply-adds
 ATTENTION_BLOCK = 256  # positions of one attention partial
+
+# What a backend gets back, it made itself: a PackedMatrix, a KvPool, a plan of its own class.
+OwnMatrix: TypeAlias = Any
+OwnPool: TypeAlias = Any
+OwnPlan: TypeAlias = Any
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -158,51 +163,90 @@ class Ops(Protocol):
     def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
         """Bytes of one page of such a pool over all layers."""
 
-    def kv_clear(self, pool: KvPool, pages: Sequence[int]) -> None:
+    def kv_clear(self, pool: OwnPool, pages: Sequence[int]) -> None:
         """Zero pages before a row first writes them: stale values must not reach a new row."""
 
-    def kv_copy(self, pool: KvPool, source: int, target: int) -> None:
+    def kv_copy(self, pool: OwnPool, source: int, target: int) -> None:
         """Copy one page over all layers (copy-on-write of a shared page)."""
 
-    def plan(self, batch: Batch, shape: KvShape, num_heads: int) -> Any:
+    def plan(self, batch: Batch, shape: KvShape, num_heads: int) -> OwnPlan:
         """Split a batch over the workers, once a sweep; passed back as `plan` below."""
 
     # ---- inside run(body), by every worker -------------------------------------------------
 
-    def embed(self, worker: int, plan: Any, weight: PackedMatrix, token_ids: Int32,
-              out: Float32) -> None:
+    def embed(
+        self, worker: int, plan: OwnPlan, weight: OwnMatrix, token_ids: Int32, out: Float32
+    ) -> None:
         """out[t] = row token_ids[t] of weight, dequantised; out: (num_tokens, hidden)."""
 
-    def rms_norm(self, worker: int, plan: Any, x: Float32, weight: Float32, eps: float,
-                 out: Float32) -> None:
+    def rms_norm(
+        self, worker: int, plan: OwnPlan, x: Float32, weight: Float32, eps: float, out: Float32
+    ) -> None:
         """out = x / sqrt(mean(x²) + eps) * weight, per token (Zhang & Sennrich 2019)."""
 
-    def matmul(self, worker: int, plan: Any, x: Float32, weight: PackedMatrix, out: Float32,
-               *, bias: Float32 | None = None, accumulate: bool = False) -> None:
+    def matmul(
+        self,
+        worker: int,
+        plan: OwnPlan,
+        x: Float32,
+        weight: OwnMatrix,
+        out: Float32,
+        *,
+        bias: Float32 | None = None,
+        accumulate: bool = False,
+    ) -> None:
         """out = x · weightᵀ (+ bias), or out += x · weightᵀ where `accumulate`.
 
         x: (num_tokens, num_inputs); out: (num_tokens, num_outputs); bias: (num_outputs,)
         """
 
-    def rope_store(self, worker: int, plan: Any, qkv: Float32, head: HeadParams, rope: Rope,
-                   batch: Batch, pool: KvPool, layer: int, q: Float32) -> None:
+    def rope_store(
+        self,
+        worker: int,
+        plan: OwnPlan,
+        qkv: Float32,
+        head: HeadParams,
+        rope: Rope,
+        batch: Batch,
+        pool: OwnPool,
+        layer: int,
+        q: Float32,
+    ) -> None:
         """Normalise (where asked) and rotate q and k, put q into `q`, k and v into the pool.
 
         qkv: (num_tokens, num_heads·key_length + num_kv_heads·(key_length + value_length))
         q: (num_tokens, num_heads·key_length)
         """
 
-    def attention(self, worker: int, plan: Any, q: Float32, head: HeadParams, batch: Batch,
-                  pool: KvPool, layer: int, out: Float32) -> None:
+    def attention(
+        self,
+        worker: int,
+        plan: OwnPlan,
+        q: Float32,
+        head: HeadParams,
+        batch: Batch,
+        pool: OwnPool,
+        layer: int,
+        out: Float32,
+    ) -> None:
         """Causal attention of each token over its row's positions [0, position].
 
         Scaled by key_length^-1/2; out: (num_tokens, num_heads·value_length).
         """
 
-    def swiglu(self, worker: int, plan: Any, gate_up: Float32, out: Float32) -> None:
+    def swiglu(self, worker: int, plan: OwnPlan, gate_up: Float32, out: Float32) -> None:
         """out = silu(gate) * up; gate_up: (num_tokens, 2·ffn), out: (num_tokens, ffn)."""
 
-    def head(self, worker: int, plan: Any, x: Float32, norm: Float32, eps: float,
-             weight: PackedMatrix, logit_indices: Int32, normed: Float32,
-             logits: Float32) -> None:
+    def head(
+        self,
+        worker: int,
+        plan: OwnPlan,
+        x: Float32,
+        norm: Float32,
+        eps: float,
+        weight: OwnMatrix,
+        logit_indices: Int32,
+        normed: Float32,
+        logits: Float32,
+    ) -> None:
         """logits = rms_norm(x[logit_indices]) · weightᵀ; normed: (num_logits, hidden) scratch."""

@@ -14,7 +14,8 @@ import numpy as np
 
 from engine import EngineConfig, Request, SamplingParams
 from engine.engine import Engine
-from kernels.ops import Batch, PackedMatrix
+from engine.model import kv_shape
+from kernels.ops import Batch, KvShape, PackedMatrix
 from scripts.bench_report import Report
 
 PREFILL_ROWS = 4
@@ -23,8 +24,8 @@ import sys, time
 import numpy as np
 shapes = [tuple(map(int, s.split("x"))) for s in sys.argv[1].split(",")]
 rng = np.random.default_rng(0)
-data = [(rng.standard_normal((t, k), dtype=np.float32), rng.standard_normal((n, k), dtype=np.float32),
-         np.empty((t, n), np.float32)) for t, k, n in shapes]
+normal = lambda *shape: rng.standard_normal(shape, dtype=np.float32)
+data = [(normal(t, k), normal(n, k), np.empty((t, n), np.float32)) for t, k, n in shapes]
 for line in sys.stdin:
     started = time.perf_counter()
     for x, w, out in data:
@@ -128,9 +129,7 @@ class BareProducts:
         self._blas.stdout.close()
 
 
-def _plan_arguments(engine: Engine, num_tokens: int) -> tuple[Batch, object, int]:
-    from engine.model import kv_shape
-
+def _plan_arguments(engine: Engine, num_tokens: int) -> tuple[Batch, KvShape, int]:
     batch = Batch(
         token_ids=np.zeros(num_tokens, np.int32),
         positions=np.zeros(num_tokens, np.int32),

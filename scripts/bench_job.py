@@ -6,6 +6,7 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,7 @@ from engine import EngineConfig, Request, SamplingParams
 from engine.engine import Engine
 from engine.gguf_file import GgufFile
 from engine.tokenizer import Tokenizer
+from ntx_batch import client
 from scripts.bench_report import Report
 
 JOB_NEW_TOKENS = 64
@@ -46,7 +48,9 @@ def engine_alone_s(engine: Engine, tokenizer: Tokenizer, prompts: list[str]) -> 
     return time.perf_counter() - started
 
 
-def job_s(model: Path, config: argparse.Namespace, folder: Path, data: Path) -> tuple[float, dict]:
+def job_s(
+    model: Path, config: argparse.Namespace, folder: Path, data: Path
+) -> tuple[float, dict[str, Any]]:
     """Seconds from the job's first admission to its last commit, and the job's record."""
     job = ntx_batch.submit(
         data,
@@ -79,7 +83,7 @@ def bench_job(options: argparse.Namespace) -> Report:
                 alone = engine_alone_s(engine, tokenizer, prompts)
             home = folder / "home"
             seconds, record = job_s(options.model, options, home, data)
-            ntx_batch.stop_runner(home=home)
+            client.stop_runner(home=home)
             for key in ("ray_s", "load_s", "compile_s"):
                 report.add(f"start-up, {key}", record[key])
             report.add("job tokens/s", rows * JOB_NEW_TOKENS / seconds)
