@@ -76,7 +76,9 @@ class RowError(EngineError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How one row's tokens are chosen. Order: penalties, logit_bias, temperature, top_k, top_p, min_p.
+    """How one row's tokens are chosen.
+
+    Order: penalties, logit_bias, temperature, top_k, top_p, min_p.
 
     max_tokens: most tokens to generate
     min_tokens: end-of-generation and stop tokens are masked before this many tokens
@@ -86,7 +88,8 @@ class SamplingParams:
     min_p: drop tokens less likely than this times the most likely one
     repetition_penalty: > 0; positive logits of tokens in prompt or output are divided by it,
         negative ones multiplied (Keskar et al. 2019)
-    presence_penalty, frequency_penalty: subtracted once, or per occurrence, for tokens in the output
+    presence_penalty, frequency_penalty: subtracted once, or per occurrence, for tokens in the
+        output
     stop: texts that end a row; the output is cut before the first match
     stop_token_ids: tokens that end a row
     include_stop: keep the stop text in the output

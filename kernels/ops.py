@@ -53,10 +53,18 @@ class UnsupportedTypeError(KernelError):
 class PackedMatrix(Protocol):
     """A weight in a backend's own layout; made by `Ops.pack`, read by `Ops.matmul`."""
 
-    num_outputs: int
-    num_inputs: int
-    nbytes: int
-    layout: str  # "f32-panels": expanded; "gguf-rows": quantised, dequantised by tiles
+    @property
+    def num_outputs(self) -> int: ...
+
+    @property
+    def num_inputs(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def layout(self) -> str:
+        """Either "f32-panels", expanded, or "gguf-rows", quantised and decoded by tiles."""
 
 
 class KvPool(Protocol):
@@ -65,9 +73,15 @@ class KvPool(Protocol):
     A page holds `PAGE_TOKENS` positions of one row, keys and values, of every layer.
     """
 
-    num_pages: int
-    kv_type: KvType
-    page_nbytes: int  # bytes of one page over all layers
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def kv_type(self) -> KvType: ...
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page over all layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

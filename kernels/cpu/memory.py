@@ -8,6 +8,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from kernels.cpu.vector import prefetch_line
+
 FLOATS = types.CPointer(types.float32)
 BYTES = types.CPointer(types.uint8)
 
@@ -76,6 +78,24 @@ def _pointer(_typing: Any, array: Any, offset: Any) -> Any:
     return types.CPointer(array.dtype)(array, types.int64), generate
 
 
+def _bytes_of(_typing: Any, pointer: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _I8.as_pointer())
+
+    return BYTES(pointer), generate
+
+
+def _prefetch_to_write(_typing: Any, pointer: Any, index: Any) -> Any:
+    """Ask for the cache line of pointer[index], which will be written."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        element = builder.gep(args[0], [args[1]])
+        prefetch_line(builder, builder.bitcast(element, _I8.as_pointer()), write=True)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64), generate
+
+
 def _pointer_to(kind: Any) -> Any:
     def convert(_typing: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -90,6 +110,8 @@ get = intrinsic(_get)  # (pointer, index) -> pointer[index]
 put = intrinsic(_put)  # (pointer, index, value): pointer[index] = value
 advance = intrinsic(_advance)  # (pointer, count) -> pointer + count
 pointer = intrinsic(_pointer)  # (array, flat index) -> pointer to that element
+bytes_of = intrinsic(_bytes_of)  # (pointer) -> byte pointer
+prefetch_to_write = intrinsic(_prefetch_to_write)  # (pointer, index)
 floats_at = _pointer_to(FLOATS)  # (address) -> float32 pointer
 bytes_at = _pointer_to(BYTES)  # (address) -> byte pointer
 

@@ -7,6 +7,7 @@ weight panel `w` of shape (length, 32); per row and column it computes one chain
 
 so its bits do not depend on how many rows share the call, nor on the width of the machine's
 registers. Rows are `a_stride` floats apart, panel rows `w_stride`, output rows `out_stride`.
+At step k the 128 bytes at `ahead + k * ahead_stride` (bytes) are asked for: what is needed next.
 """
 
 from __future__ import annotations
@@ -98,9 +99,17 @@ def _loop(
     return values
 
 
+def prefetch_line(builder: Any, pointer: Any, *, write: bool) -> None:
+    """Ask for the cache line at a byte pointer, into all levels; any address may be asked for."""
+    kind = [ir.IntType(8).as_pointer(), _I32, _I32, _I32]
+    function = _function(builder, "llvm.prefetch.p0", ir.VoidType(), kind)
+    options = [ir.Constant(_I32, value) for value in (int(write), 3, 1)]
+    builder.call(function, [pointer, *options])
+
+
 def _emit_chains(builder: Any, rows: int, column: int, mode: str, args: list[Any]) -> None:
     """`rows` x `_VECTORS` chains over columns [column, column + 16 * _VECTORS)."""
-    a, w, out, length, a_stride, w_stride, out_stride = args
+    a, w, out, length, a_stride, w_stride, out_stride, ahead, ahead_stride = args
     a_rows = [builder.gep(a, [builder.mul(_int(row), a_stride)]) for row in range(rows)]
     targets = [
         builder.gep(out, [builder.add(builder.mul(_int(row), out_stride), _int(at))])
@@ -111,9 +120,11 @@ def _emit_chains(builder: Any, rows: int, column: int, mode: str, args: list[Any
 
     def step(k: Any, sums: list[Any]) -> list[Any]:
         base = builder.gep(w, [builder.mul(k, w_stride)])
-        weights = [
-            _load(builder, builder.gep(base, [_int(column + v * LANES)])) for v in range(_VECTORS)
-        ]
+        soon = builder.gep(ahead, [builder.mul(k, ahead_stride)])
+        weights = []
+        for lane in range(column, column + _VECTORS * LANES, LANES):
+            prefetch_line(builder, builder.gep(soon, [_int(4 * lane)]), write=False)
+            weights.append(_load(builder, builder.gep(base, [_int(lane)])))
         values = [_splat(builder, builder.load(builder.gep(p, [k]))) for p in a_rows]
         pairs = [(value, weight) for value in values for weight in weights]
         return [_fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
@@ -125,8 +136,11 @@ def _emit_chains(builder: Any, rows: int, column: int, mode: str, args: list[Any
 
 
 def _panel_product(mode: str) -> Any:
-    """An intrinsic (rows, a, w, out, length, a_stride, w_stride, out_stride) -> None."""
-    signature = types.void(types.int64, _FLOATS, _FLOATS, _FLOATS, *[types.int64] * 4)
+    """An intrinsic; its arguments are those of `panel` below."""
+    strides = [types.int64] * 4
+    signature = types.void(
+        types.int64, _FLOATS, _FLOATS, _FLOATS, *strides, types.CPointer(types.uint8), types.int64
+    )
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         rows, *rest = args
@@ -152,6 +166,8 @@ def _panel_product(mode: str) -> Any:
         a_stride: Any,
         w_stride: Any,
         out_stride: Any,
+        ahead: Any,
+        ahead_stride: Any,
     ) -> Any:
         return signature, generate
 
