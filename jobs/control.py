@@ -199,6 +199,8 @@ def _spawn(home: Home, idle_exit_s: float | None) -> int:
 def child_environment() -> dict[str, str]:
     """Environment in which a child finds our packages, whatever its working directory."""
     environment = {key: value for key, value in os.environ.items() if key != INSTANCE_VARIABLE}
+    if _PACKAGE_ROOT.name in ("site-packages", "dist-packages"):
+        return environment
     paths = [str(_PACKAGE_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     return environment | {"PYTHONPATH": os.pathsep.join(paths)}
 

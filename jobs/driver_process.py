@@ -60,6 +60,7 @@ class DriverProcess:
         assert driver is not None
         write_leader(home.driver_path, driver)
         self._leader = driver
+        self._lost: str | None = None
         self._watched: dict[str, tuple[ProcessId, ...]] = {"driver": (driver,)}
 
     def _environment(self) -> dict[str, str]:
@@ -97,19 +98,23 @@ class DriverProcess:
         Raises EngineLostError: a process that the work needs is gone, or says that it is lost.
         """
         events: list[Event] = []
-        ready = multiprocessing.connection.wait([self._pipe, *others], timeout=timeout_s)
-        while self._pipe in ready:
-            try:
+        if self._lost is None:
+            ready = multiprocessing.connection.wait([self._pipe, *others], timeout=timeout_s)
+            self._lost = self._take_events(events, ready)
+        # What came before the end still counts; the end is told at the next call.
+        if self._lost is not None and not events:
+            raise EngineLostError(self._lost)
+        return events
+
+    def _take_events(self, events: list[Event], ready: Sequence[object]) -> str | None:
+        """Receive what has come; returns what is lost, if anything is."""
+        try:
+            while self._pipe in ready:
                 events.append(self._receive())
                 ready = [self._pipe] if self._pipe.poll() else []
-            except (EOFError, OSError) as error:
-                # What came before the end still counts; the end comes again at the next call.
-                if events:
-                    return events
-                raise EngineLostError("the driver process ended; see runner.log") from error
-        if not events:
-            self._check_processes()
-        return events
+        except (EOFError, OSError):
+            return "the driver process ended; see runner.log"
+        return self._lost_process()
 
     def _receive(self) -> Event:
         event: Event = self._pipe.recv()
@@ -120,11 +125,12 @@ class DriverProcess:
                 self._watched["engine actor"] = (process,)
         return event
 
-    def _check_processes(self) -> None:
+    def _lost_process(self) -> str | None:
         for role, processes in self._watched.items():
             for process in processes:
                 if not process.is_running():
-                    raise EngineLostError(f"a process of the {role} (pid {process.pid}) is gone")
+                    return f"a process of the {role} (pid {process.pid}) is gone"
+        return None
 
     def close(self) -> None:
         """End the driver and all below it, and wait until they are gone. Idempotent."""

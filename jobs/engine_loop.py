@@ -106,7 +106,7 @@ class EngineLoop:
 
     def _start(self, command: StartJob) -> None:
         started = time.monotonic()
-        self._job = None
+        self._drop_job()
         self._attempt = command.attempt
         phases: dict[str, float] = {}
         if self._engine is None:
@@ -127,17 +127,22 @@ class EngineLoop:
             self._events.put(job.flush())
 
     def _end(self, job: _RunningJob) -> None:
-        job.engine.cancel_all()
         if job.source.num_finished:
             self._events.put(job.flush())
+        self._drop_job()
         self._events.put(JobEnded(job.attempt))
-        self._job = None
+
+    def _drop_job(self) -> None:
+        job, self._job = self._job, None
+        if job is not None:
+            job.engine.cancel_all()
+            job.source.close()
 
     def _fail(self, error: Exception) -> None:
         known = isinstance(error, EngineError | JobError | OSError)
         reason = str(error) if known else f"{type(error).__name__}: {error}"
         self._events.put(JobFailed(self._attempt, reason, traceback.format_exc()))
-        self._job = None
+        self._drop_job()
 
 
 class _RunningJob:

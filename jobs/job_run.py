@@ -5,6 +5,7 @@ It knows the store and the results folder; it knows nothing of processes.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -13,10 +14,12 @@ import numpy as np
 
 from jobs.messages import BatchDone
 from jobs.publish import claim_folder
-from jobs.records import Job, JobState, Part, Shard
+from jobs.records import Job, JobError, JobState, Part, Shard
 from jobs.store import JobStore
 
 RECORD_INTERVAL_S = 2.0
+
+log = logging.getLogger("jobs.job_run")
 
 
 class Publisher(Protocol):
@@ -123,6 +126,7 @@ class JobRun:
     def finish(self) -> JobState:
         """All rows are in: publish the rest and say how the job ended."""
         self._publish_rest()
+        self.save_record()
         if self.total and not self._num_ok:
             reason = f"none of {self.total} rows succeeded; see error_code in its results"
             self._store.set_state(self.job.id, "failed", reason=reason)
@@ -131,17 +135,18 @@ class JobRun:
         return "completed"
 
     def stop(self, state: JobState, reason: str | None = None) -> None:
-        """The job leaves the runner with rows still to run; those in the spool stay there."""
+        """The job leaves the runner with rows still to run; those in the spool stay readable."""
         if state in ("failed", "cancelled"):
-            self._publish_rest()
-        else:
-            self.save_record()
+            try:
+                self._publish_rest()
+            except (JobError, OSError):
+                log.exception("job %s: its last part is not published", self.job.id)
+        self.save_record()
         self._store.set_state(self.job.id, state, reason=reason)
 
     def _publish_rest(self) -> None:
         if self._store.spool_size(self.job.id).num_rows:
             self._complete_part(*self._store.begin_part(self.job.id))
-        self.save_record()
 
     def _complete_part(self, part: Part, blobs: list[bytes]) -> None:
         self._publish(self.job, part, blobs)

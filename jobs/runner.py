@@ -11,33 +11,21 @@ import argparse
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Self
 
 from jobs.control import RunnerLock, ensure_runner, environment_of
+from jobs.dispatch import Dispatch
 from jobs.driver_process import DriverProcess, EngineLostError, clear_leftovers
 from jobs.home import Home
 from jobs.job_run import JobRun, Publisher
-from jobs.messages import (
-    AddShard,
-    BatchDone,
-    DriverFailed,
-    DriverReady,
-    EndJob,
-    Event,
-    JobEnded,
-    JobFailed,
-    JobReady,
-    StartJob,
-)
 from jobs.processes import ProcessId, boot_id
 from jobs.publish import publish_part
-from jobs.records import Job, JobError, JobRequest, RunnerError, Shard
+from jobs.records import Job, JobError, JobRequest, RunnerError
+from jobs.stop_signal import StopSignal
 from jobs.store import JobStore
 
 __all__ = ["Runner", "ensure_runner", "main"]
@@ -47,48 +35,9 @@ POLL_INTERVAL_S = 0.25
 HEARTBEAT_INTERVAL_S = 5.0
 EVENT_TIMEOUT_S = 1.0
 STOP_TIMEOUT_S = 10.0
-MIN_SHARDS_OUTSTANDING = 2
 MAX_FRUITLESS_RESTARTS = 3
 
 log = logging.getLogger("jobs.runner")
-
-
-class StopSignal:
-    """SIGTERM and SIGINT as a flag, and as a descriptor that becomes readable."""
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._is_installed = False
-        self._read, self._write = socket.socketpair()
-        self._write.setblocking(False)
-
-    def install(self) -> Self:
-        """From here to the end of this process; main thread only."""
-        self._is_installed = True
-        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self.set())
-        return self
-
-    def set(self) -> None:
-        self.is_set = True
-
-    def fileno(self) -> int:
-        return self._read.fileno()
-
-    def wait(self, timeout_s: float) -> None:
-        self._read.settimeout(timeout_s)
-        with contextlib.suppress(TimeoutError):
-            self._read.recv(64)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_installed:
-            signal.set_wakeup_fd(-1)
-        self._read.close()
-        self._write.close()
 
 
 class Runner:
@@ -205,9 +154,10 @@ class Runner:
                 check_job_environment(job)
                 run.open()
                 self._work(run)
-            except (JobError, OSError) as error:
+            except Exception as error:
                 log.exception("job %s cannot go on", job.id)
-                run.stop("failed", str(error))
+                known = isinstance(error, JobError | OSError)
+                run.stop("failed", str(error) if known else f"{type(error).__name__}: {error}")
 
     def _work(self, run: JobRun) -> None:
         fruitless = 0
@@ -232,30 +182,28 @@ class Runner:
             self._driver = self._start_driver(self._home)
         self._attempt += 1
         dispatch = Dispatch(self._attempt, run, self._driver)
-        while not run.is_complete:
-            self._beat()
-            request = self._store.job(run.job.id).request
-            if self._stop.is_set or request is not None:
-                self._stop_job(dispatch, request)
-                return True
-            for event in self._driver.wait(EVENT_TIMEOUT_S, [self._stop.fileno()]):
-                dispatch.take(event)
-            run.cut_part_if_due()
-        dispatch.end()
+        try:
+            while not run.is_complete:
+                self._beat()
+                request = self._store.job(run.job.id).request
+                if self._stop.is_set or request is not None:
+                    self._stop_job(dispatch, request)
+                    return True
+                for event in self._driver.wait(EVENT_TIMEOUT_S, [self._stop.fileno()]):
+                    dispatch.take(event)
+                run.cut_part_if_due()
+        finally:
+            # Also after a failure: the engine must not work on for nobody.
+            with contextlib.suppress(EngineLostError):
+                dispatch.end()
         return False
 
     def _stop_job(self, dispatch: Dispatch, request: JobRequest | None) -> None:
         run = dispatch.run
         try:
-            dispatch.end()
-            deadline = time.monotonic() + STOP_TIMEOUT_S
-            while not dispatch.is_over and time.monotonic() < deadline:
-                for event in dispatch.driver.wait(EVENT_TIMEOUT_S):
-                    dispatch.take(event)
+            dispatch.drain(STOP_TIMEOUT_S)
         except EngineLostError as error:
             log.warning("job %s lost its engine while it stopped: %s", run.job.id, error)
-            self._discard_driver()
-        if not dispatch.is_over:
             self._discard_driver()
         if run.is_complete:
             run.finish()
@@ -268,59 +216,6 @@ class Runner:
             case None:
                 run.stop("interrupted", "its runner was stopped")
         log.info("job %s stopped: %s", run.job.id, request or "the runner ends")
-
-
-class Dispatch:
-    """One attempt at a job: shards go out as the engine needs them, batches come in."""
-
-    def __init__(self, attempt: int, run: JobRun, driver: DriverProcess) -> None:
-        self.run = run
-        self.driver = driver
-        self.is_over = False
-        self._attempt = attempt
-        self._shards: Iterator[Shard] = run.shards()
-        self._outstanding: set[int] = set()
-        job = run.job
-        driver.send(StartJob(attempt, job.spec, job.manifest, job.created_at))
-
-    def take(self, event: Event) -> None:
-        """Act on an event. One of another attempt is stale and is dropped.
-
-        Raises EngineLostError, JobError: the job cannot go on as it is.
-        """
-        if isinstance(event, DriverFailed):
-            raise EngineLostError(event.reason)
-        if isinstance(event, DriverReady):
-            self.run.note({"ray_s": event.ray_s})
-        elif event.attempt == self._attempt:
-            self._take_own(event)
-
-    def _take_own(self, event: Event) -> None:
-        match event:
-            case JobReady(record=record):
-                self.run.note(record)
-                self._top_up()
-            case BatchDone():
-                self.run.commit(event)
-                self._outstanding.difference_update(event.shards_done)
-                self._top_up()
-            case JobFailed(reason=reason, detail=detail):
-                log.error("the engine actor reports:\n%s", detail)
-                raise JobError(reason)
-            case JobEnded():
-                self.is_over = True
-
-    def end(self) -> None:
-        """Tell the actor that no more rows of this attempt are wanted."""
-        self.driver.send(EndJob(self._attempt))
-
-    def _top_up(self) -> None:
-        while len(self._outstanding) < MIN_SHARDS_OUTSTANDING:
-            shard = next(self._shards, None)
-            if shard is None:
-                return
-            self._outstanding.add(shard.number)
-            self.driver.send(AddShard(self._attempt, shard))
 
 
 def check_job_environment(job: Job) -> None:

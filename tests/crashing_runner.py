@@ -19,7 +19,8 @@ from jobs.home import Home
 from jobs.messages import BatchDone, Event
 from jobs.publish import publish_part
 from jobs.records import Job, Part
-from jobs.runner import Runner, StopSignal
+from jobs.runner import Runner
+from jobs.stop_signal import StopSignal
 from jobs.store import JobStore
 
 

@@ -20,7 +20,8 @@ from jobs.job_run import plan_shards
 from jobs.messages import AddShard, BatchDone
 from jobs.publish import publish_part
 from jobs.records import Job, Part, RunnerError, Shard
-from jobs.runner import Runner, StopSignal
+from jobs.runner import Runner
+from jobs.stop_signal import StopSignal
 from jobs.store import JobStore
 from tests.job_factories import bad_row, ok_row
 from tests.runner_helpers import ScriptedDriver, make_home, queue_job, wait_until

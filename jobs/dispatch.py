@@ -1,0 +1,102 @@
+"""One attempt at a job: shards go out to an engine, batches come in to the store."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+from jobs.driver_process import DriverProcess, EngineLostError
+from jobs.job_run import JobRun
+from jobs.messages import (
+    AddShard,
+    BatchDone,
+    DriverFailed,
+    DriverReady,
+    EndJob,
+    Event,
+    JobEnded,
+    JobFailed,
+    JobReady,
+    StartJob,
+)
+from jobs.records import JobError, Shard
+
+MIN_SHARDS_OUTSTANDING = 2
+
+log = logging.getLogger("jobs.dispatch")
+
+
+class Dispatch:
+    """One attempt, from its start to its end or the engine's.
+
+    attempt: a number that no other attempt of this runner has
+    """
+
+    def __init__(self, attempt: int, run: JobRun, driver: DriverProcess) -> None:
+        self.run = run
+        self._driver = driver
+        self._is_ready = False
+        self._is_over = False
+        self._attempt = attempt
+        self._shards: Iterator[Shard] = run.shards()
+        self._outstanding: set[int] = set()
+        job = run.job
+        driver.send(StartJob(attempt, job.spec, job.manifest, job.created_at))
+
+    def take(self, event: Event) -> None:
+        """Act on an event. One of another attempt is stale and is dropped.
+
+        Raises EngineLostError, JobError: the job cannot go on as it is.
+        """
+        if isinstance(event, DriverFailed):
+            raise EngineLostError(event.reason)
+        if isinstance(event, DriverReady):
+            self.run.note({"ray_s": event.ray_s})
+        elif event.attempt == self._attempt:
+            self._take_own(event)
+
+    def _take_own(self, event: Event) -> None:
+        match event:
+            case JobReady(record=record):
+                self._is_ready = True
+                self.run.note(record)
+                self._top_up()
+            case BatchDone():
+                self.run.commit(event)
+                self._outstanding.difference_update(event.shards_done)
+                self._top_up()
+            case JobFailed(reason=reason, detail=detail):
+                log.error("the engine actor reports:\n%s", detail)
+                raise JobError(reason)
+            case JobEnded():
+                self._is_over = True
+
+    def end(self) -> None:
+        """Tell the actor that no more rows of this attempt are wanted."""
+        self._driver.send(EndJob(self._attempt))
+
+    def drain(self, timeout_s: float) -> None:
+        """End the attempt and take what its rows have still brought.
+
+        Raises EngineLostError: the engine is gone, still loads, or has not answered after
+            `timeout_s` seconds.
+        """
+        if not self._is_ready:
+            raise EngineLostError("it was still loading")
+        self.end()
+        deadline = time.monotonic() + timeout_s
+        while not self._is_over:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise EngineLostError(f"it did not stop within {timeout_s:.0f} s")
+            for event in self._driver.wait(left_s):
+                self.take(event)
+
+    def _top_up(self) -> None:
+        while len(self._outstanding) < MIN_SHARDS_OUTSTANDING:
+            shard = next(self._shards, None)
+            if shard is None:
+                return
+            self._outstanding.add(shard.number)
+            self._driver.send(AddShard(self._attempt, shard))
