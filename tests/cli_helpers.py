@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,23 +44,27 @@ def run_here(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Ran:
     return Ran(int(exited.value.code or 0), captured.out, captured.err)
 
 
-def start_process(
+@contextmanager
+def started_process(
     home: Path, *arguments: str | Path, cwd: Path | None = None
-) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "ntx_batch", *map(str, arguments)],
-        env=os.environ | {"NTX_HOME": str(home), "PYTHONPATH": str(ROOT)},
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+) -> Iterator[subprocess.Popen[str]]:
+    """The command as a process of its own; it is gone in the end."""
+    command = [sys.executable, "-m", "ntx_batch", *map(str, arguments)]
+    environment = os.environ | {"NTX_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=environment, cwd=cwd, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def run_process(home: Path, *arguments: str | Path, cwd: Path | None = None) -> Ran:
-    """The command as a process of its own; it gets two minutes."""
-    process = start_process(home, *arguments, cwd=cwd)
-    out, err = process.communicate(timeout=120)
+    """The command as a process of its own; it gets three minutes."""
+    with started_process(home, *arguments, cwd=cwd) as process:
+        out, err = process.communicate(timeout=180)
     return Ran(process.returncode, out, err)
 
 

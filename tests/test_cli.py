@@ -26,7 +26,7 @@ from tests.cli_helpers import (
     queue_job,
     run_here,
     run_process,
-    start_process,
+    started_process,
     write_prompts,
 )
 from tests.gguf_factory import write_tiny_model
@@ -277,11 +277,11 @@ def test_wait_gives_up_after_its_timeout(ntx: Command, home: Path, prompts: Path
 
 def test_interrupting_a_wait_leaves_the_job(home: Path, prompts: Path) -> None:
     job = queue_job(home, prompts)
-    process = start_process(home, "watch", job.id)
-    assert process.stderr is not None
-    assert "queued" in process.stderr.readline()
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    with started_process(home, "watch", job.id) as process:
+        assert process.stderr is not None
+        assert "queued" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (130, "")
     assert f"job {job.id} goes on" in err
     with JobStore(Home.open(home).state_path) as store:
@@ -382,12 +382,12 @@ def test_submit_answers_at_once_and_the_second_queues(work: Path) -> None:
 def test_interrupting_run_stops_the_job_and_keeps_its_rows(work: Path) -> None:
     prompts = write_prompts(work / "long.parquet", ["word"] * 2000)
     arguments = (prompts, "--model", MODEL, "--max-tokens", "200", "--ignore-eos")
-    process = start_process(work / "home", "run", *arguments)
-    assert process.stdout is not None
-    job_id = process.stdout.readline().strip()
-    wait_for_rows(work / "home", job_id)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    with started_process(work / "home", "run", *arguments) as process:
+        assert process.stdout is not None
+        job_id = process.stdout.readline().strip()
+        wait_for_rows(work / "home", job_id)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert f"job {job_id} stopped" in err
     with JobStore(Home.open(work / "home").state_path) as store:
@@ -397,7 +397,7 @@ def test_interrupting_run_stops_the_job_and_keeps_its_rows(work: Path) -> None:
 
 
 def wait_for_rows(home: Path, job_id: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     with JobStore(Home.open(home).state_path) as store:
         while not store.job(job_id).num_ok:
             assert time.monotonic() < deadline
