@@ -6,7 +6,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALLED := $(VENV)/.installed
 DEVELOPED := $(VENV)/.developed
 SOURCES := ntx_batch jobs engine kernels nvme scripts tests

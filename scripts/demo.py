@@ -89,5 +89,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (FetchError, subprocess.CalledProcessError) as error:
-        sys.exit(f"the demo stopped: {error}")
+    except FetchError as error:
+        sys.exit(str(error))
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"ntx-batch {error.cmd[1]} ended with exit code {error.returncode}")
