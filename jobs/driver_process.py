@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.connection
 import os
 import secrets
@@ -28,6 +29,7 @@ from jobs.processes import (
 # A Unix socket's path has at most 107 bytes; ours and Ray's names come after the temp folder.
 _SOCKET_NAME = "/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 MAX_TEMP_ROOT_LEN = 107 - len("/ntx-0123456789ab-01234567") - len(_SOCKET_NAME)
+LAST_WORDS_CHARS = 2000
 
 
 class EngineLostError(Exception):
@@ -61,7 +63,7 @@ class DriverProcess:
         write_leader(home.driver_path, driver)
         self._leader = driver
         self._lost: str | None = None
-        self._watched: dict[str, tuple[ProcessId, ...]] = {"driver": (driver,)}
+        self._watched: dict[str, tuple[ProcessId, ...]] = {"the driver": (driver,)}
 
     def _environment(self) -> dict[str, str]:
         inherited = child_environment()
@@ -84,7 +86,7 @@ class DriverProcess:
         """Raises EngineLostError: the driver is gone."""
         if isinstance(command, StartJob):
             # Another model takes another actor; ActorStarted will say which it is.
-            self._watched.pop("engine actor", None)
+            self._watched.pop("the engine actor", None)
         try:
             self._pipe.send(command)
         except OSError as error:
@@ -122,15 +124,23 @@ class DriverProcess:
             case DriverReady(processes=processes):
                 self._watched["Ray"] = processes
             case ActorStarted(process=process):
-                self._watched["engine actor"] = (process,)
+                self._watched["the engine actor"] = (process,)
         return event
 
     def _lost_process(self) -> str | None:
         for role, processes in self._watched.items():
             for process in processes:
                 if not process.is_running():
-                    return f"a process of the {role} (pid {process.pid}) is gone"
+                    return f"a process of {role} (pid {process.pid}) is gone"
         return None
+
+    def last_words(self) -> str:
+        """The end of what the engine actor wrote to its standard error, for the log."""
+        texts = []
+        for path in (self._temp_dir / "session_latest" / "logs").glob("worker-*.err"):
+            with contextlib.suppress(OSError):
+                texts.append(path.read_text(errors="replace")[-LAST_WORDS_CHARS:].strip())
+        return "\n".join(filter(None, texts))
 
     def close(self) -> None:
         """End the driver and all below it, and wait until they are gone. Idempotent."""

@@ -169,6 +169,8 @@ class Runner:
             except EngineLostError as error:
                 fruitless = 0 if run.num_done > before else fruitless + 1
                 log.warning("job %s lost its engine: %s", run.job.id, error)
+                if self._driver is not None and (words := self._driver.last_words()):
+                    log.warning("the engine actor's last words:\n%s", words)
                 self._discard_driver()
                 if fruitless > MAX_FRUITLESS_RESTARTS:
                     reason = f"the engine was lost {fruitless} times without a finished row"

@@ -124,5 +124,8 @@ class ScriptedDriver:
         events, self._events = self._events[:1], self._events[1:]
         return events
 
+    def last_words(self) -> str:
+        return "segmentation fault"
+
     def close(self) -> None:
         self.is_closed = True
