@@ -22,7 +22,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from kernels.cpu.barrier import wait_for_all
+from kernels.cpu.barrier import leave_in_turn, wait_for_all
 from kernels.cpu.jit import (
     F32_INPUT_MATRIX,
     F32_MATRIX,
@@ -34,7 +34,7 @@ from kernels.cpu.jit import (
     inlined,
     kernel,
 )
-from kernels.cpu.memory import advance, get, load_value, pointer, put
+from kernels.cpu.memory import advance, bytes_of, get, load_value, pointer, put
 from kernels.cpu.pointwise import KV_ARRAYS, PAGE, exp
 from kernels.cpu.vector import (
     LANES,
@@ -61,29 +61,57 @@ def scratch_len(group: int, key_length: int, value_stride: int) -> int:
     return rows * (key_length + BLOCK + 2 * value_stride + 4) + PAGE * (key_length + value_stride)
 
 
-def _page(pages: Any, offset: int, count: int, scratch: Any) -> Any:
-    """A page as float32: itself, or halves converted into scratch. (Body chosen by type.)"""
-    raise NotImplementedError
+class _Row(NamedTuple):
+    """One row's pages of a layer and KV head."""
 
-
-def _page_of_type(pages: Any, offset: int, count: int, scratch: Any) -> Any:
-    def read(pages: Any, offset: int, count: int, scratch: Any) -> Any:
-        return pointer(pages, offset)
-
-    def convert(pages: Any, offset: int, count: int, scratch: Any) -> Any:
-        source = pointer(pages, offset)
-        for i in range(count):
-            put(scratch, i, load_value(source, i))
-        return scratch
-
-    return read if pages.dtype == types.float32 else convert
-
-
-overload(_page)(_page_of_type)
+    keys: Any
+    values: Any
+    layer: Any
+    pages: Any
+    kv_head: Any
 
 
 @inlined
-def _scores(queries: Any, rows: int, length: int, keys: Any, scores: Any) -> None:
+def _head(c: Any, number: int) -> Any:
+    """Flat index of page `number` of the row, in layers, pages and heads."""
+    page = c.layer * c.keys.shape[1] + np.int64(c.pages[number])
+    return page * c.keys.shape[2] + c.kv_head
+
+
+@inlined
+def _key_page(c: Any, number: int) -> Any:
+    return pointer(c.keys, _head(c, number) * c.keys.shape[3] * PAGE)
+
+
+@inlined
+def _value_page(c: Any, number: int) -> Any:
+    return pointer(c.values, _head(c, number) * c.values.shape[4] * PAGE)
+
+
+def _floats(page: Any, count: int, scratch: Any) -> Any:
+    """A page as float32: itself, or its halves converted into scratch. (Body chosen by type.)"""
+    raise NotImplementedError
+
+
+def _floats_of_type(page: Any, count: int, scratch: Any) -> Any:
+    def same(page: Any, count: int, scratch: Any) -> Any:
+        return page
+
+    def convert(page: Any, count: int, scratch: Any) -> Any:
+        for i in range(count):
+            put(scratch, i, load_value(page, i))
+        return scratch
+
+    return same if page.dtype == types.float32 else convert
+
+
+overload(_floats)(_floats_of_type)
+
+
+@inlined
+def _scores(
+    queries: Any, rows: int, length: int, keys: Any, scores: Any, ahead: Any, itemsize: int
+) -> None:
     """scores[row, 0:32] = queries[row] · keys; keys: one page (key_length, 32)."""
     for row in range(0, rows, MAX_ROWS):
         panel_store(
@@ -95,11 +123,22 @@ def _scores(queries: Any, rows: int, length: int, keys: Any, scores: Any) -> Non
             length,
             PANEL,
             BLOCK,
+            ahead,
+            PAGE * itemsize,
         )
 
 
 @inlined
-def _weigh(scores: Any, rows: int, values: Any, stride: int, count: int, sums: Any) -> None:
+def _weigh(
+    scores: Any,
+    rows: int,
+    values: Any,
+    stride: int,
+    count: int,
+    sums: Any,
+    ahead: Any,
+    itemsize: int,
+) -> None:
     """sums[row] += scores[row, 0:count] · values[0:count]; values: one page (32, stride)."""
     for row in range(0, rows, MAX_ROWS):
         for column in range(0, stride, PANEL):
@@ -112,6 +151,8 @@ def _weigh(scores: Any, rows: int, values: Any, stride: int, count: int, sums: A
                 BLOCK,
                 stride,
                 stride,
+                advance(ahead, column * itemsize),
+                stride * itemsize,
             )
 
 
@@ -196,61 +237,73 @@ def _start(s: Any, q: Any, at: int, tokens: int, group: int, length: int, stride
 
 @inlined
 def _weigh_page(
-    s: Any, values: Any, start: int, number: int, first: int, tokens: int, group: int, stride: int
+    s: Any,
+    values: Any,
+    start: int,
+    at: int,
+    first: int,
+    tokens: int,
+    group: int,
+    stride: int,
+    ahead: Any,
+    itemsize: int,
 ) -> None:
-    """Add page `number` of a block, from position `start` on, to the block's sums.
+    """Add the page from position `start` on to the block's sums; its scores begin at `at`.
 
     Only positions up to a query's own take part: tokens that see the whole page go together,
     those that end inside it one by one.
     """
     whole = min(max(start + PAGE - 1 - first, 0), tokens)
     for t in range(max(start - first, 0), whole):
-        row = t * group
-        scores = advance(s.scores, row * BLOCK + number * PAGE)
-        sums = advance(s.block_sums, row * stride)
-        _weigh(scores, group, values, stride, first + t + 1 - start, sums)
+        row, count = t * group, first + t + 1 - start
+        scores, sums = advance(s.scores, row * BLOCK + at), advance(s.block_sums, row * stride)
+        _weigh(scores, group, values, stride, count, sums, ahead, itemsize)
     row = whole * group
-    scores = advance(s.scores, row * BLOCK + number * PAGE)
-    sums = advance(s.block_sums, row * stride)
-    _weigh(scores, tokens * group - row, values, stride, PAGE, sums)
+    scores, sums = advance(s.scores, row * BLOCK + at), advance(s.block_sums, row * stride)
+    _weigh(scores, tokens * group - row, values, stride, PAGE, sums, ahead, itemsize)
 
 
 @inlined
 def _block(
-    s: Any,
-    keys: Any,
-    values: Any,
-    layer: int,
-    pages: Any,
-    kv_head: int,
-    block: int,
-    first: int,
-    tokens: int,
-    group: int,
-    scale: Any,
+    s: Any, c: Any, block: int, first: int, tokens: int, group: int, scale: Any, after: Any
 ) -> None:
-    """Positions [block, block + 256) of each row: one partial, merged into (m, l, o)."""
-    length, stride = keys.shape[3], values.shape[4]
-    num_pages = min(BLOCK // PAGE, (first + tokens - 1 - block) // PAGE + 1)
-    for number in range(num_pages):
-        page = layer * keys.shape[1] + np.int64(pages[block // PAGE + number])
-        at = (page * keys.shape[2] + kv_head) * length * PAGE
-        key = _page(keys, at, length * PAGE, s.key_page)
-        _scores(s.queries, tokens * group, length, key, advance(s.scores, number * PAGE))
+    """Positions [block, block + 256) of each row: one partial, merged into (m, l, o).
+
+    after: the page that is needed next
+    """
+    length, stride, itemsize = c.keys.shape[3], c.values.shape[4], c.keys.itemsize
+    rows, begin = tokens * group, block // PAGE
+    end = min(begin + BLOCK // PAGE, (first + tokens - 1) // PAGE + 1)
+    for number in range(begin, end):
+        ahead = _key_page(c, number + 1) if number + 1 < end else _value_page(c, begin)
+        keys = _floats(_key_page(c, number), length * PAGE, s.key_page)
+        scores = advance(s.scores, number * PAGE - block)
+        _scores(s.queries, rows, length, keys, scores, bytes_of(ahead), itemsize)
     seen_from = max(block - first, 0) * group  # rows before see nothing of this block
-    for row in range(seen_from, tokens * group):
+    for row in range(seen_from, rows):
         count = min(BLOCK, first + row // group + 1 - block)
         most, total = _exponentiate(advance(s.scores, row * BLOCK), count, scale)
         put(s.block_mosts, row, most)
         put(s.block_totals, row, total)
-    for i in range(seen_from * stride, tokens * group * stride):
+    for i in range(seen_from * stride, rows * stride):
         put(s.block_sums, i, np.float32(0.0))
-    for number in range(num_pages):
-        page = layer * keys.shape[1] + np.int64(pages[block // PAGE + number])
-        at = (page * keys.shape[2] + kv_head) * PAGE * stride
-        value = _page(values, at, PAGE * stride, s.value_page)
-        _weigh_page(s, value, block + number * PAGE, number, first, tokens, group, stride)
-    for row in range(seen_from, tokens * group):
+    for number in range(begin, end):
+        ahead = _value_page(c, number + 1) if number + 1 < end else after
+        values = _floats(_value_page(c, number), PAGE * stride, s.value_page)
+        start = number * PAGE
+        _weigh_page(
+            s,
+            values,
+            start,
+            start - block,
+            first,
+            tokens,
+            group,
+            stride,
+            bytes_of(ahead),
+            itemsize,
+        )
+    for row in range(seen_from, rows):
         _merge(s, row, stride, scale)
 
 
@@ -271,6 +324,7 @@ def _finish(s: Any, tokens: int, group: int, stride: int, length: int, out: Any,
         types.boolean(
             I64_VECTOR,
             I64,
+            I64,
             I32_MATRIX,
             F32_INPUT_MATRIX,
             array,
@@ -289,6 +343,7 @@ def _finish(s: Any, tokens: int, group: int, stride: int, length: int, out: Any,
 )
 def attention(
     barrier: Any,
+    worker: int,
     num_workers: int,
     tasks: Any,
     q: Any,
@@ -315,12 +370,16 @@ def attention(
     scale = np.float32(1.0 / np.sqrt(np.float64(length)))
     for number in range(len(tasks)):
         kv_head, begin = np.int64(tasks[number, 0]), np.int64(tasks[number, 1])
-        tokens = np.int64(tasks[number, 2]) - begin
+        tokens, first = np.int64(tasks[number, 2]) - begin, np.int64(positions[begin])
         head = begin * num_heads + kv_head * group
-        pages, first = page_table[rows[begin]], np.int64(positions[begin])
+        c = _Row(keys, values, layer, page_table[rows[begin]], kv_head)
+        following = tasks[min(number + 1, len(tasks) - 1)]
+        then = _Row(keys, values, layer, page_table[rows[following[1]]], np.int64(following[0]))
         s = _carve(scratch, tokens * group, length, stride)
         _start(s, q, head * length, tokens, group, length, stride)
         for block in range(0, first + tokens, BLOCK):
-            _block(s, keys, values, layer, pages, kv_head, block, first, tokens, group, scale)
+            is_last = block + BLOCK >= first + tokens
+            after = _key_page(then, 0) if is_last else _key_page(c, (block + BLOCK) // PAGE)
+            _block(s, c, block, first, tokens, group, scale, after)
         _finish(s, tokens, group, stride, value_length, out, head * value_length)
-    return wait_for_all(barrier, num_workers)
+    return leave_in_turn(barrier, worker, num_workers)

@@ -259,6 +259,7 @@ class CpuOps:
     ) -> None:
         done = attention.attention(
             self._barrier,
+            worker,
             self.num_workers,
             plan.tasks[worker],
             q,

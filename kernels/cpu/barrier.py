@@ -1,13 +1,15 @@
 """A barrier for worker threads that run without the interpreter lock.
 
-State is an int64 array, one cache line per field: workers arrived, barriers passed, broken.
-Waiting spins for some tens of microseconds, then yields, then sleeps, so that a machine with more
-threads than cores stays live.
+State is an int64 array, one cache line per field: workers arrived, barriers passed, broken, and
+how many pause instructions take a microsecond (9 to 60 ns each, by the processor).
+Waiting spins for two microseconds, then yields for about a millisecond, then sleeps, so that a
+machine with more threads than cores stays live.
 """
 
 from __future__ import annotations
 
 import platform
+import time
 from typing import Any
 
 import numpy as np
@@ -18,18 +20,16 @@ from numba.extending import intrinsic
 
 from kernels.cpu.jit import I64, I64_VECTOR, inlined, kernel
 
-ARRIVED, PASSED, BROKEN = 0, 8, 16
-_STATE_LEN = 24
-_SPINS = 1000
-_YIELDS = 200
+ARRIVED, PASSED, BROKEN, PAUSES_PER_US = 0, 8, 16, 24
+_STATE_LEN = 32
+_SPIN_US = 2  # longer only keeps a thread away that shares this core
+_YIELDS = 2000  # about a millisecond
 _SLEEP_US = 50
+_TURN_US = 2  # what a worker needs the interpreter for between two kernels, and some more
+_CALIBRATION_PAUSES = 2000
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _PAUSE = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [1])}
-
-
-def new_barrier() -> npt.NDArray[np.int64]:
-    return np.zeros(_STATE_LEN, np.int64)
 
 
 def _element(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -107,18 +107,54 @@ def wait_for_all(state: Any, num_workers: int) -> Any:
         atomic_store(state, ARRIVED, 0)
         atomic_store(state, PASSED, passed + 1)
         return atomic_load(state, BROKEN) == 0
-    turns = 0
+    turns, spins = 0, _SPIN_US * state[PAUSES_PER_US]
     while atomic_load(state, PASSED) == passed:
         if atomic_load(state, BROKEN) != 0:
             return False
         turns += 1
-        if turns < _SPINS:
+        if turns < spins:
             _cpu_pause()
-        elif turns < _SPINS + _YIELDS:
+        elif turns < spins + _YIELDS:
             _sched_yield()
         else:
             _short_sleep()
     return True
+
+
+@inlined
+def leave_in_turn(state: Any, worker: int, num_workers: int) -> Any:
+    """Wait for all, then return worker after worker.
+
+    Threads that ask for the interpreter lock at the same moment put each other to sleep, for ten
+    times the few microseconds that each of them needs it.
+    """
+    done = wait_for_all(state, num_workers)
+    for _ in range(worker * _TURN_US * state[PAUSES_PER_US]):
+        _cpu_pause()
+    return done
+
+
+@kernel(types.void(I64))
+def _pauses(count: int) -> None:
+    for _ in range(count):
+        _cpu_pause()
+
+
+def new_barrier() -> npt.NDArray[np.int64]:
+    """State of a barrier that nobody waits at, with the length of a pause measured."""
+    state = np.zeros(_STATE_LEN, np.int64)
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        _pauses(_CALIBRATION_PAUSES)
+        seconds.append(time.perf_counter() - begin)
+    state[PAUSES_PER_US] = max(1, int(_CALIBRATION_PAUSES * 1e-6 / min(seconds)))
+    return state
+
+
+def mend_barrier(state: npt.NDArray[np.int64]) -> None:
+    """Make a barrier usable again; only while no worker runs."""
+    state[[ARRIVED, PASSED, BROKEN]] = 0
 
 
 @kernel(types.boolean(I64_VECTOR, I64))

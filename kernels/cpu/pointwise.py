@@ -22,7 +22,15 @@ from kernels.cpu.jit import (
     inlined,
     kernel,
 )
-from kernels.cpu.memory import advance, bits_to_float, get, pointer, put, store_value
+from kernels.cpu.memory import (
+    advance,
+    bits_to_float,
+    get,
+    pointer,
+    prefetch_to_write,
+    put,
+    store_value,
+)
 from kernels.cpu.vector import LANES, sum_of_squares
 
 PAGE = 32  # tokens of a KV page
@@ -115,6 +123,17 @@ def _rotate(x: Any, cos: Any, sin: Any, pairs: int, halves: bool) -> None:
 
 
 @inlined
+def _prefetch_slots(keys: Any, page: int, slot: int) -> None:
+    """Ask for the lines that one token's keys will be written to: one for each dimension.
+
+    page: flat index over layers and pages
+    """
+    first = page * keys.shape[2] * keys.shape[3] * PAGE + slot
+    for line in range(keys.shape[2] * keys.shape[3]):
+        prefetch_to_write(pointer(keys, first), line * PAGE)
+
+
+@inlined
 def _head(
     source: Any,
     norm: Any,
@@ -190,6 +209,8 @@ def rope_store(
     for t in range(begin, end):
         position = np.int64(positions[t])
         page, slot = np.int64(page_table[rows[t], position // PAGE]), position % PAGE
+        page += layer * keys.shape[1]
+        _prefetch_slots(keys, page, slot)
         c, s = pointer(cos, position * pairs), pointer(sin, position * pairs)
         source = pointer(qkv, t * qkv.shape[1])
         target = pointer(q, t * q.shape[1])
@@ -199,7 +220,7 @@ def rope_store(
                 advance(source, at), q_norm, eps, c, s, pairs, halves, length, advance(target, at)
             )
         for h in range(num_kv_heads):
-            head = (layer * keys.shape[1] + page) * num_kv_heads + h
+            head = page * num_kv_heads + h
             key = pointer(scratch, 0)
             at = (num_heads + h) * length
             _head(advance(source, at), k_norm, eps, c, s, pairs, halves, length, key)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from kernels.cpu.barrier import wait_for_all
+from kernels.cpu.barrier import leave_in_turn, wait_for_all
 from kernels.cpu.dequant import dequantize_span, dequantize_tile
 from kernels.cpu.jit import (
     F32_INPUT_MATRIX,
@@ -100,9 +100,7 @@ def _add_block(
                 PANEL * 4,
             )
             continue
-        panel_store(
-            count, x_row, tile, narrow, length, num_inputs, PANEL, PANEL, ahead, PANEL * 4
-        )
+        panel_store(count, x_row, tile, narrow, length, num_inputs, PANEL, PANEL, ahead, PANEL * 4)
         for i in range(count):
             for j in range(columns):
                 at = i * num_outputs + j
@@ -268,7 +266,7 @@ def product(
         return False
     if num_tokens > 0:
         _units(parts, x, out, bias, accumulate, worker, num_workers, scratch)
-    return wait_for_all(barrier, num_workers)
+    return leave_in_turn(barrier, worker, num_workers)
 
 
 @kernel(types.void(I64, I64, I64_MATRIX, F32_PANELS, F32_VECTOR))

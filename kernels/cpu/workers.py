@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import numpy as np
 import numpy.typing as npt
 
-from kernels.cpu.barrier import break_barrier, new_barrier
+from kernels.cpu.barrier import break_barrier, mend_barrier, new_barrier
 from kernels.ops import KernelError
 
 Body = Callable[[int], None]
@@ -88,7 +88,7 @@ class Team:
         if not self._finalizer.alive:
             raise KernelError("the workers are stopped; make a new backend")
         with self._running:
-            self.barrier_state[:] = 0
+            mend_barrier(self.barrier_state)
             for inbox in self._inboxes:
                 inbox.put(body)
             errors = [_call(body, 0, self.barrier_state)]
