@@ -14,9 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.control import stop_runner
+from scripts.demo import write_prompts as write_demo_prompts
 from tests.cli_helpers import ROOT, run_process, write_prompts
 from tests.gguf_factory import write_tiny_model
 from tests.runner_helpers import make_home
+from tests.smollm2 import smollm2_path
 
 README = (ROOT / "README.md").read_text()
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -53,6 +55,32 @@ def test_the_python_of_the_readme_runs(folder: Path) -> None:
         check=True,
         timeout=120,
     )
+
+
+def shown_answers() -> list[str]:
+    """The texts of the README's table, their wrapped lines joined again."""
+    answers: list[str] = []
+    for row, text in re.findall(r"^    │ *(\d*) *│[^│]*│[^│]*│ (.*?) *│", README, re.M):
+        if row:
+            answers.append(text)
+        else:
+            answers[-1] += f" {text}"
+    return answers
+
+
+def test_the_answers_of_the_readme_are_those_of_the_model(tmp_path: Path, folder: Path) -> None:
+    write_demo_prompts(tmp_path / "prompts.parquet")
+    answers = shown_answers()
+    arguments = ("--chat", "--max-tokens", "64", "--limit", str(len(answers)))
+    home = folder / "home"
+    ran = run_process(
+        home, "run", tmp_path / "prompts.parquet", "--model", smollm2_path(), *arguments
+    )
+    assert ran.code == 0, ran.err
+    run_process(home, "results", ran.out.strip(), "-o", tmp_path / "answers.parquet")
+    table = pq.read_table(tmp_path / "answers.parquet")
+    assert table.column("generated_text").to_pylist() == answers
+    assert len(answers) == 5
 
 
 def test_the_map_has_every_folder() -> None:
