@@ -43,6 +43,15 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
     "Rows": (
         Option("limit", int, "N", "Run the first N rows only."),
+        Option("encoding", str, "NAME", "Encoding of CSV files, such as cp1252.", "utf-8"),
+        Option("delimiter", str, "C", "Delimiter of CSV files; tab is a word.", "found"),
+        Option(
+            "on_bad_utf8",
+            str,
+            "error|replace",
+            "Rows whose text is not UTF-8: error rows, or run with what is bad replaced.",
+            "error",
+        ),
         Option("param_columns", str, "A,B", "Columns that set the parameter of their name by row."),
         Option("keep", str, "A,B", "Input columns to carry to the results.", "all but the prompt"),
         Option("output_prefix", str, "TEXT", "Put before the names of the columns that are added."),

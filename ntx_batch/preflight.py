@@ -15,7 +15,8 @@ from engine.params import validate_params
 from engine.pretokenizers import find_pre_tokenizer
 from engine.requests import RowError, TokenizerError
 from jobs.columns import bind_columns
-from jobs.dataset import build_manifest, read_schema
+from jobs.dataset import SAMPLE_NBYTES, build_manifest, read_schema
+from jobs.formats.csv_file import name_of
 from jobs.publish import claim_folder
 from jobs.records import Binding, JobSpec, Manifest, SpecError
 
@@ -38,13 +39,38 @@ def check_job(spec: JobSpec) -> Checked:
     file = GgufFile.open(spec.model)
     _check_model(spec, file)
     _check_tokenizer(spec, file)
-    manifest = build_manifest(spec.input)
-    binding = bind_columns(spec, read_schema(manifest))
+    manifest, binding = _check_input(spec)
     if spec.output is not None:
         claim_folder(spec.output)
     _check_templates(spec, file, uses_chat=spec.chat or binding.source == "messages")
     notes = (*_input_notes(spec, manifest, binding), *_chat_notes(spec, file, binding))
     return Checked(manifest=manifest, notes=notes)
+
+
+def _check_input(spec: JobSpec) -> tuple[Manifest, Binding]:
+    manifest = _build_manifest(spec, SAMPLE_NBYTES)
+    try:
+        return manifest, bind_columns(spec, read_schema(manifest))
+    except SpecError:
+        if manifest.num_rows is not None:
+            raise
+    # The column may come after the first rows of a JSON lines file: look at all of them.
+    manifest = _build_manifest(spec, None)
+    return manifest, bind_columns(spec, read_schema(manifest))
+
+
+def _build_manifest(spec: JobSpec, sample_nbytes: int | None) -> Manifest:
+    manifest = build_manifest(
+        spec.input,
+        encoding=spec.encoding,
+        delimiter=spec.delimiter,
+        on_bad_utf8=spec.on_bad_utf8,
+        sample_nbytes=sample_nbytes,
+    )
+    for name in ("encoding", "delimiter"):
+        if manifest.format != "csv" and getattr(spec, name) is not None:
+            raise SpecError(f"{name} is for CSV files; {spec.input} is {manifest.format}")
+    return manifest
 
 
 def _check_model(spec: JobSpec, file: GgufFile) -> None:
@@ -89,14 +115,25 @@ def _own_template(file: GgufFile) -> str | None:
 
 
 def _input_notes(spec: JobSpec, manifest: Manifest, binding: Binding) -> Iterator[str]:
-    num_rows = manifest.num_rows if spec.limit is None else min(spec.limit, manifest.num_rows)
     files = "1 file" if len(manifest.files) == 1 else f"{len(manifest.files)} files"
-    yield f"{num_rows} rows of {files}; {_source_text(binding)}"
+    yield f"{_rows_text(spec, manifest)} of {files}; {_source_text(binding)}"
+    if manifest.format == "csv":
+        found = "" if spec.delimiter else " (found; --delimiter names another)"
+        yield f"CSV in {manifest.encoding}, delimiter {name_of(manifest.delimiter)}{found}"
+    if manifest.partitions:
+        yield f"columns from folder names: {', '.join(manifest.partitions)}"
     if binding.params:
         yield f"set for each row: {', '.join(binding.params)}"
     if manifest.skipped:
         some = ", ".join(manifest.skipped[:3]) + (", …" if len(manifest.skipped) > 3 else "")
-        yield f"skipped in the input folder: {len(manifest.skipped)} ({some})"
+        yield f"skipped in the input: {len(manifest.skipped)} ({some})"
+
+
+def _rows_text(spec: JobSpec, manifest: Manifest) -> str:
+    if manifest.num_rows is None:
+        return "rows, to be counted when the job starts,"
+    num_rows = manifest.num_rows if spec.limit is None else min(spec.limit, manifest.num_rows)
+    return f"{num_rows} rows"
 
 
 def _source_text(binding: Binding) -> str:

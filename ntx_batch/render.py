@@ -32,6 +32,16 @@ STATE_STYLES = {
     "paused": "yellow",
     "interrupted": "yellow",
 }
+# Titles of `list` and their least widths.
+JOB_COLUMNS = {
+    "JOB": 12,
+    "STATE": 11,
+    "ROWS": 9,
+    "FAILED": 6,
+    "TOKENS/S": 8,
+    "CREATED": 11,
+    "INPUT": 8,
+}
 PLAIN_INTERVAL_S = 10.0  # between progress lines where stderr is not a terminal
 CELL_CHARS = 400  # longer texts are cut in tables, never in files
 MAX_CARRIED = 2
@@ -101,7 +111,7 @@ def print_status(job: Job, now: float) -> None:
             "job": job.id,
             "state": job.state if job.reason is None else f"{job.state}: {job.reason}",
             "rows": _counts(job),
-            "speed": _speed(rates),
+            "speed": _speed(job, now),
             "time left": duration(rates.eta_s),
             "took": duration(took_s(job, now)),
             "input": job.spec.input,
@@ -113,18 +123,19 @@ def print_status(job: Job, now: float) -> None:
 
 def print_jobs(jobs: Iterable[Job], now: float) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("JOB", "STATE", "OK", "ERROR", "TOTAL", "TOKENS/S", "CREATED", "INPUT"):
-        table.add_column(name, no_wrap=name != "INPUT", overflow="fold")
+    # In a narrow terminal the input's name is cut, and nothing else.
+    for name, width in JOB_COLUMNS.items():
+        table.add_column(name, no_wrap=True, min_width=width)
     for job in jobs:
         speed = rates_of(job, now).tokens_per_s
+        total = "?" if job.total is None else job.total
         table.add_row(
             job.id,
             Text(job.state, style=STATE_STYLES.get(job.state, "")),
-            str(job.num_ok),
+            f"{job.num_ok + job.num_error}/{total}",
             str(job.num_error),
-            "-" if job.total is None else str(job.total),
             "-" if speed is None else f"{speed:.1f}",
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(job.created_at)),
+            time.strftime("%m-%d %H:%M", time.localtime(job.created_at)),
             Path(job.spec.input).name,
         )
     out().print(table)
@@ -133,7 +144,7 @@ def print_jobs(jobs: Iterable[Job], now: float) -> None:
 def summary(job: Job, now: float) -> str:
     """One line about a job that is over, or no longer waited for."""
     reason = f" ({job.reason})" if job.reason else ""
-    return f"job {job.id} {job.state}{reason}: {_counts(job)}; {_speed(rates_of(job, now))}"
+    return f"job {job.id} {job.state}{reason}: {_counts(job)}; {_speed(job, now)}"
 
 
 def _counts(job: Job) -> str:
@@ -142,10 +153,14 @@ def _counts(job: Job) -> str:
     return f"{text}, {job.num_cancelled} cancelled" if job.num_cancelled else text
 
 
-def _speed(rates: Rates) -> str:
-    if rates.tokens_per_s is None or rates.prompt_tokens_per_s is None:
-        return "no rows finished yet"
-    return f"{rates.tokens_per_s:.1f} tokens/s generated, {rates.prompt_tokens_per_s:.1f} read"
+def _speed(job: Job, now: float) -> str:
+    rates = rates_of(job, now)
+    if rates.tokens_per_s is not None and rates.prompt_tokens_per_s is not None:
+        generated, read = rates.tokens_per_s, rates.prompt_tokens_per_s
+        return f"{generated:.1f} tokens/s generated, {read:.1f} read"
+    if job.state == "running" and "first_admission_at" not in job.record:
+        return "the engine starts (the first time on a machine, it compiles its kernels)"
+    return "no rows finished yet"
 
 
 # ---- progress --------------------------------------------------------------------------------
@@ -198,8 +213,7 @@ def _show_lines(snapshots: Iterable[Job]) -> Iterator[Job]:
 
 
 def _progress_text(job: Job, now: float) -> str:
-    rates = rates_of(job, now)
-    return f"{_counts(job)}; {_speed(rates)}; ETA {duration(rates.eta_s)}"
+    return f"{_counts(job)}; {_speed(job, now)}; ETA {duration(rates_of(job, now).eta_s)}"
 
 
 # ---- results ---------------------------------------------------------------------------------

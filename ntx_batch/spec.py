@@ -34,6 +34,9 @@ JOB_OPTIONS = (
     "system",
     "chat_template",
     "template_kwargs",
+    "encoding",
+    "delimiter",
+    "on_bad_utf8",
     "param_columns",
     "keep",
     "output_prefix",
@@ -46,6 +49,7 @@ KNOWN_OPTIONS = (*JOB_OPTIONS, *ENGINE_OPTIONS, *SAMPLING_OPTIONS)
 
 CHOICES = {
     "truncate": ("left", "right"),
+    "on_bad_utf8": ("error", "replace"),
     "device": ("auto", "cpu", "gpu"),
     "kv_type": ("f32", "f16"),
     "expand": ("auto", "never", "always"),
@@ -220,6 +224,8 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "system": _text,
     "chat_template": _template,
     "template_kwargs": _json_object,
+    "encoding": _text,
+    "delimiter": _text,
     "param_columns": _names,
     "keep": _names,
     "output_prefix": _text,

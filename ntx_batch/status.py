@@ -42,8 +42,9 @@ def rates_of(job: Job, now: float) -> Rates:
 
 
 def took_s(job: Job, now: float) -> float | None:
-    """Seconds from a job's start to its end, or to `now`; None before its start."""
-    return None if job.started_at is None else (job.finished_at or now) - job.started_at
+    """Seconds from a job's start to its end, or to `now` while it runs; None in other states."""
+    end = now if job.state == "running" else job.finished_at
+    return None if job.started_at is None or end is None else end - job.started_at
 
 
 def _working_s(job: Job, now: float) -> float:
