@@ -1,11 +1,10 @@
-"""Columns of the input: one schema for all files, and which columns a job uses for what."""
+"""Which columns of the input a job uses for what."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 from dataclasses import fields
-from pathlib import Path
 from typing import Literal
 
 import jinja2
@@ -15,15 +14,13 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from pyarrow import types
 
 from engine import SamplingParams
-from jobs.records import RESULT_COLUMNS, Binding, DatasetError, JobSpec, SpecError
+from jobs.records import RESULT_COLUMNS, Binding, JobSpec, SpecError
 
+JSON_MARK = {b"ntx_batch.json": b"1"}  # of a text column whose rows hold nested values
 PARAMS_COLUMN = "sampling_params"
 _PARAM_NAMES = (*(field.name for field in fields(SamplingParams)), PARAMS_COLUMN)
 # Names that a prompt template may use and that are not columns.
 _TEMPLATE_NAMES = {*DEFAULT_NAMESPACE, "raise_exception", "strftime_now"}
-
-
-# ---- binding -----------------------------------------------------------------------------
 
 
 def bind_columns(spec: JobSpec, schema: pa.Schema) -> Binding:
@@ -91,12 +88,13 @@ def _param_columns(spec: JobSpec, schema: pa.Schema) -> tuple[str, ...]:
                 f"param_columns: {name} is not a sampling parameter{_nearest(name, _PARAM_NAMES)}"
             )
     if PARAMS_COLUMN in spec.param_columns:
-        _check_params_struct(schema.field(PARAMS_COLUMN).type)
+        _check_params_struct(schema.field(PARAMS_COLUMN))
     return spec.param_columns
 
 
-def _check_params_struct(data_type: pa.DataType) -> None:
-    if types.is_null(data_type):
+def _check_params_struct(field: pa.Field) -> None:
+    data_type = field.type
+    if types.is_null(data_type) or is_json(field):
         return
     if not types.is_struct(data_type):
         raise SpecError(
@@ -156,6 +154,10 @@ def _must_be_messages(schema: pa.Schema, name: str) -> str:
     return name
 
 
+def is_json(field: pa.Field) -> bool:
+    return (field.metadata or {}).get(b"ntx_batch.json") is not None
+
+
 def _is_text(data_type: pa.DataType) -> bool:
     if types.is_dictionary(data_type):
         return _is_text(data_type.value_type)
@@ -185,77 +187,3 @@ def _is_messages(data_type: pa.DataType) -> bool:
 def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-# ---- one schema for all files ------------------------------------------------------------
-
-
-def merge_schemas(known: pa.Schema | None, new: pa.Schema, path: Path) -> pa.Schema:
-    """`known` with what is nullable in `new`, the schema of the file `path`, made nullable.
-
-    Raises DatasetError: a column is missing, additional, double, or of another type.
-    """
-    _refuse_double_names(new, path)
-    if known is None:
-        return new
-    merged = [_merge_fields(field, new, path) for field in known]
-    more = [name for name in new.names if name not in known.names]
-    if more:
-        raise DatasetError(f"input file {path} has column {more[0]!r}, the files before do not")
-    return pa.schema(merged)
-
-
-def _refuse_double_names(schema: pa.Schema, path: Path) -> None:
-    if len(set(schema.names)) < len(schema.names):
-        double = next(name for name in schema.names if schema.names.count(name) > 1)
-        raise DatasetError(f"input file {path} has more than one column named {double!r}")
-
-
-def _merge_fields(field: pa.Field, schema: pa.Schema, path: Path) -> pa.Field:
-    if field.name not in schema.names:
-        raise DatasetError(f"input file {path} lacks column {field.name!r} of the files before")
-    other = schema.field(field.name)
-    merged = _merge_types(field.type, other.type)
-    if merged is None:
-        raise DatasetError(
-            f"input file {path}: column {field.name!r} is {other.type}, in the files before it is "
-            f"{field.type}; write them with one type"
-        )
-    return field.with_type(merged).with_nullable(field.nullable or other.nullable)
-
-
-def _merge_types(known: pa.DataType, new: pa.DataType) -> pa.DataType | None:
-    """The type that holds both, where they differ in nullability of nested fields; else None."""
-    if known.equals(new):
-        return known
-    if known.id != new.id or not known.num_fields or known.num_fields != new.num_fields:
-        return None
-    if types.is_fixed_size_list(known) and known.list_size != new.list_size:
-        return None
-    merged = []
-    for mine, other in zip(_child_fields(known), _child_fields(new), strict=True):
-        child = _merge_types(mine.type, other.type)
-        if child is None or (types.is_struct(known) and mine.name != other.name):
-            return None
-        merged.append(mine.with_type(child).with_nullable(mine.nullable or other.nullable))
-    return _rebuild(known, merged)
-
-
-def _child_fields(data_type: pa.DataType) -> list[pa.Field]:
-    if types.is_map(data_type):
-        return [data_type.key_field, data_type.item_field]
-    return [data_type.field(idx) for idx in range(data_type.num_fields)]
-
-
-def _rebuild(data_type: pa.DataType, children: list[pa.Field]) -> pa.DataType | None:
-    if types.is_struct(data_type):
-        return pa.struct(children)
-    if types.is_map(data_type):
-        return pa.map_(children[0], children[1], keys_sorted=data_type.keys_sorted)
-    if types.is_fixed_size_list(data_type):
-        return pa.list_(children[0], data_type.list_size)
-    if types.is_list(data_type):
-        return pa.list_(children[0])
-    if types.is_large_list(data_type):
-        return pa.large_list(children[0])
-    return None

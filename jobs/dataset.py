@@ -1,93 +1,210 @@
-"""Rows in: the frozen list of input files, which columns a job uses, and reading ranges of rows.
+"""Rows in: the frozen list of input files, their columns, and reading ranges of rows.
 
-Parquet files and folders of them. Memory is bounded by batches, not by files or row groups.
+Parquet, JSON lines and CSV; what is particular to each is in `jobs.formats`. Memory is bounded by
+batches, not by files or row groups.
 """
 
 from __future__ import annotations
 
 import bisect
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import types
 
-from engine import RowError
-from jobs.columns import bind_columns, merge_schemas
+from jobs.columns import JSON_MARK, bind_columns
+from jobs.formats.base import FileReader, InputBatch, OnBadUtf8, RecordBatch, Schema, Wanted
+from jobs.formats.column_types import arrow_type
+from jobs.formats.csv_file import check_delimiter, check_encoding, find_delimiter
+from jobs.formats.parquet_file import ParquetReader, read_footer
+from jobs.formats.text_file import TextReader
+from jobs.id_counts import IdCounter, id_column
+from jobs.input_files import InputFiles, find_files, partition_of
+from jobs.merge import merge_schemas
 from jobs.records import DatasetError, InputFile, Manifest
-
-Schema: TypeAlias = pa.Schema
-RecordBatch: TypeAlias = pa.RecordBatch
+from jobs.row_index import (
+    OnProgress,
+    index_rows,
+    is_indexed,
+    places_by_file,
+    record_reader,
+    sample_rows,
+)
 
 __all__ = [
+    "InputBatch",
+    "OnProgress",
     "RecordBatch",
     "RowReader",
     "Schema",
     "bind_columns",
     "build_manifest",
     "check_unchanged",
+    "count_rows",
     "read_schema",
-    "row_values",
 ]
 
-READ_BUFFER_NBYTES = 1 << 20
-BATCH_NBYTES = 8 << 20
-MAX_BATCH_ROWS = 256
+SAMPLE_NBYTES = 4 << 20
 
 
 # ---- the manifest ------------------------------------------------------------------------
 
 
-def build_manifest(input_path: str | Path) -> Manifest:
-    """Freeze the input: one Parquet file, or those directly in a folder, sorted by name.
+def build_manifest(
+    input_path: str | Path,
+    *,
+    encoding: str | None = None,
+    delimiter: str | None = None,
+    on_bad_utf8: OnBadUtf8 = "error",
+    sample_nbytes: int | None = SAMPLE_NBYTES,
+) -> Manifest:
+    """Freeze the input: a file, a folder with all below it, or a pattern; sorted by path.
 
-    Only footers are read. In a folder, other names (hidden ones, those that begin with `_`,
-    other extensions, folders) are listed as skipped.
+    Of Parquet only footers are read; of text the first rows, and rows are counted only where
+    that is all of them. Hidden names, those that begin with `_` and other endings are listed as
+    skipped.
 
-    Raises DatasetError: nothing to read there, a file that is not whole Parquet, or files whose
-        columns differ in more than nullability and order.
+    encoding, delimiter: of CSV; None takes UTF-8, and a tab for .tsv or what the header suggests
+    sample_nbytes: of text read here; None reads it all
+
+    Raises DatasetError: nothing to read there, files that cannot be read or do not go together.
+    Raises SpecError: an encoding or delimiter that will not do.
     """
-    path = Path(os.path.abspath(input_path))
-    paths, skipped = _input_paths(path)
-    files: list[InputFile] = []
-    schema: pa.Schema | None = None
-    for file_path in paths:
-        stat = file_path.stat()
-        with _open_parquet(file_path) as parquet:
-            schema = merge_schemas(schema, parquet.schema_arrow.remove_metadata(), file_path)
-            num_rows = parquet.metadata.num_rows
-        first_row = files[-1].first_row + files[-1].num_rows if files else 0
+    found = find_files(input_path)
+    files, names = _partitioned(found)
+    manifest = Manifest(
+        files=files, skipped=tuple(found.skipped), format=found.format, partitions=names
+    )
+    if found.format == "parquet":
+        return _with_footers(manifest)
+    if found.format == "csv":
+        manifest = _with_csv_format(manifest, found.paths[0], encoding, delimiter)
+    return sample_rows(manifest, on_bad_utf8, sample_nbytes)
+
+
+def _partitioned(found: InputFiles) -> tuple[tuple[InputFile, ...], tuple[str, ...]]:
+    """The files, and the names of all partition columns; null where a file is in no such one."""
+    partitions = [partition_of(path, found.root) for path in found.paths]
+    names = tuple(dict.fromkeys(name for partition in partitions for name in partition))
+    files = []
+    for path, partition in zip(found.paths, partitions, strict=True):
+        stat = path.stat()
         files.append(
             InputFile(
-                path=str(file_path),
+                path=str(path),
                 nbytes=stat.st_size,
                 mtime_ns=stat.st_mtime_ns,
-                num_rows=num_rows,
-                first_row=first_row,
+                num_rows=None,
+                first_row=None,
+                partition=tuple(partition.get(name) for name in names),
             )
         )
-    return Manifest(files=tuple(files), skipped=tuple(skipped))
+    return tuple(files), names
+
+
+def _with_footers(manifest: Manifest) -> Manifest:
+    schema: pa.Schema | None = None
+    files: list[InputFile] = []
+    first_row = 0
+    for file in manifest.files:
+        footer = read_footer(Path(file.path))
+        schema = merge_schemas(schema, footer.schema, Path(file.path))
+        files.append(replace(file, num_rows=footer.num_rows, first_row=first_row))
+        first_row += footer.num_rows
+    return replace(manifest, files=tuple(files))
+
+
+def _with_csv_format(
+    manifest: Manifest, first: Path, encoding: str | None, delimiter: str | None
+) -> Manifest:
+    encoding = check_encoding(encoding or "utf-8")
+    if delimiter is not None:
+        delimiter = check_delimiter(delimiter)
+    elif first.suffix.lower() == ".tsv":
+        delimiter = "\t"
+    else:
+        delimiter = find_delimiter(first, encoding)
+    return replace(manifest, encoding=encoding, delimiter=delimiter)
+
+
+def count_rows(
+    manifest: Manifest,
+    folder: Path,
+    on_bad_utf8: OnBadUtf8 = "error",
+    *,
+    ids: IdCounter | None = None,
+    on_progress: OnProgress = lambda _: None,
+) -> Manifest:
+    """The manifest with all that reading needs: rows counted, columns settled, places indexed.
+
+    Parquet, and text that has its index, is returned as it is.
+
+    folder: of the job; the index of text files is written there
+    ids: gets the ids of the rows; of text only when the index is made
+    on_progress: called now and then with the rows counted so far; may raise to stop it
+
+    Raises DatasetError: a file has changed, or cannot be read as rows.
+    """
+    if manifest.format == "parquet":
+        if ids is not None:
+            _count_ids(manifest, ids, on_progress)
+        return manifest
+    if is_indexed(manifest):
+        return manifest
+    for file in manifest.files:
+        check_unchanged(file)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return index_rows(manifest, folder, on_bad_utf8, ids or IdCounter(), on_progress)
+
+
+def _count_ids(manifest: Manifest, ids: IdCounter, on_progress: OnProgress) -> None:
+    column = id_column(read_schema(manifest).names)
+    if column is None:
+        return
+    with RowReader(manifest, [column]) as reader:
+        for first, batch in reader.read(0, manifest.num_rows or 0):
+            on_progress(first)
+            ids.add(_id_values(batch.table.column(0)))
+            if ids.is_full:
+                return
+
+
+def _id_values(column: pa.Array) -> list[Any]:
+    """Values to compare; none for types that are no ids."""
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    if types.is_temporal(column.type) or types.is_decimal(column.type):
+        column = column.cast(pa.string())
+    values: list[Any] = [] if types.is_nested(column.type) else column.to_pylist()
+    return values
 
 
 def read_schema(manifest: Manifest) -> Schema:
-    """The columns of the input: those of its files, nullable where they are so in one of them.
+    """The columns of the input, those of partitions last; of text, as far as they are known.
 
     Raises DatasetError: a file is gone or has changed since the manifest was made.
     """
     schema: pa.Schema | None = None
     for file in manifest.files:
         check_unchanged(file)
-        with _open_parquet(Path(file.path)) as parquet:
-            own = parquet.schema_arrow.remove_metadata()
-            schema = merge_schemas(schema, own, Path(file.path))
-    assert schema is not None, "a manifest has at least one file"
-    return schema
+        if manifest.format == "parquet":
+            schema = merge_schemas(schema, read_footer(Path(file.path)).schema, Path(file.path))
+    if schema is None:
+        return pa.schema(
+            [
+                pa.field(
+                    column.name, arrow_type(column), metadata=JSON_MARK if column.is_json else None
+                )
+                for column in manifest.columns
+            ]
+        )
+    names = [name for name in manifest.partitions if name not in schema.names]
+    return pa.schema([*schema, *(pa.field(name, pa.string()) for name in names)])
 
 
 def check_unchanged(file: InputFile) -> None:
@@ -107,97 +224,48 @@ def check_unchanged(file: InputFile) -> None:
             )
 
 
-def _input_paths(path: Path) -> tuple[list[Path], list[str]]:
-    if not path.is_dir():
-        if not path.exists():
-            raise DatasetError(f"there is no input {path}")
-        return [path], []
-    wanted, skipped = [], []
-    for entry in sorted(path.iterdir(), key=lambda entry: entry.name):
-        if entry.name[0] not in "._" and entry.suffix.lower() == ".parquet" and entry.is_file():
-            wanted.append(entry)
-        else:
-            skipped.append(entry.name + "/" if entry.is_dir() else entry.name)
-    if not wanted:
-        others = f"; it has {', '.join(skipped[:5])}" if skipped else ""
-        raise DatasetError(f"folder {path} has no .parquet files directly in it{others}")
-    return wanted, skipped
-
-
-def _open_parquet(path: Path) -> pq.ParquetFile:
-    try:
-        if path.stat().st_size == 0:
-            raise DatasetError(f"input file {path} is empty (0 bytes): write it again")
-        # NOTE: without a buffer, or with pre_buffer, a whole column chunk is read into memory.
-        return pq.ParquetFile(path, buffer_size=READ_BUFFER_NBYTES, pre_buffer=False)
-    except (pa.ArrowException, OSError) as error:
-        raise DatasetError(
-            f"input file {path} cannot be read as Parquet, the one format read so far: {error}"
-        ) from error
-
-
 # ---- reading -----------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _OpenFile:
-    """An input file in reading. group_starts: its rows before each row group, and in all."""
-
-    info: InputFile
-    parquet: pq.ParquetFile
-    group_starts: list[int]
-    batch_rows: int
-
-    @classmethod
-    def open(cls, info: InputFile) -> _OpenFile:
-        check_unchanged(info)
-        parquet = _open_parquet(Path(info.path))
-        metadata = parquet.metadata
-        if metadata.num_rows != info.num_rows:
-            raise DatasetError(
-                f"input file {info.path} had {info.num_rows} rows at submit, "
-                f"has {metadata.num_rows}; submit a new job"
-            )
-        groups = [metadata.row_group(idx) for idx in range(metadata.num_row_groups)]
-        row_nbytes = max((g.total_byte_size // max(g.num_rows, 1) for g in groups), default=0)
-        return cls(
-            info=info,
-            parquet=parquet,
-            group_starts=list(accumulate((group.num_rows for group in groups), initial=0)),
-            batch_rows=min(MAX_BATCH_ROWS, max(1, BATCH_NBYTES // (row_nbytes + 1))),
-        )
-
-    def group_of(self, row: int) -> int:
-        """The row group that holds a row of this file."""
-        return bisect.bisect_right(self.group_starts, row) - 1
-
-
 class RowReader:
-    """Reads ranges of a job's rows as record batches.
+    """Reads ranges of a job's rows as batches.
 
     The file stays open between calls, and a range that begins where the last one ended goes on
-    in the middle of a row group. Not for several threads.
+    where that stopped. Not for several threads.
 
-    columns: names to read, in that order; None reads all
-    schema: the columns as they come out
+    columns: names for the batches' table, in that order; None takes all
+    values: names of columns that are wanted as Python values
+    on_bad_utf8: whether a row whose wanted values are not UTF-8 is an error; in tables such bytes
+        are always replaced
+    schema: of the tables
 
     Raises DatasetError: the input cannot be read or is not what the manifest froze.
     """
 
-    def __init__(self, manifest: Manifest, columns: Sequence[str] | None = None) -> None:
-        self._manifest = manifest
+    def __init__(
+        self,
+        manifest: Manifest,
+        columns: Sequence[str] | None = None,
+        *,
+        values: Sequence[str] = (),
+        on_bad_utf8: OnBadUtf8 = "error",
+    ) -> None:
         whole = read_schema(manifest)
         names = whole.names if columns is None else columns
         self.schema: Schema = pa.schema([whole.field(name) for name in names])
-        self._first_rows = [file.first_row for file in manifest.files]
-        self._file: _OpenFile | None = None
-        self._stream: Iterator[pa.RecordBatch] = iter(())
-        self._pending: pa.RecordBatch | None = None
+        self._manifest = manifest
+        self._wanted = Wanted(self.schema, tuple(values), on_bad_utf8)
+        self._places = [] if manifest.format == "parquet" else places_by_file(manifest)
+        self._first_rows = [file.first_row or 0 for file in manifest.files]
+        self._file: FileReader | None = None
+        self._first_row = 0  # of the file at hand
+        self._stream: Iterator[InputBatch] = iter(())
+        self._pending: InputBatch | None = None
         self._position = 0  # row index of the first row in _pending, or of the next to come
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.parquet.close()
+            self._file.close()
         self._file, self._pending, self._stream = None, None, iter(())
 
     def __enter__(self) -> RowReader:
@@ -211,16 +279,16 @@ class RowReader:
     ) -> None:
         self.close()
 
-    def read(self, begin: int, end: int) -> Iterator[tuple[int, RecordBatch]]:
+    def read(self, begin: int, end: int) -> Iterator[tuple[int, InputBatch]]:
         """Yield (row index of the batch's first row, batch) over rows [begin, end), without gaps.
 
         Raises DatasetError: the range passes the input's end, a file has changed, or its data
             is damaged; says which file and row.
         """
-        if not 0 <= begin <= end <= self._manifest.num_rows:
+        num_rows = self._manifest.num_rows or 0
+        if not 0 <= begin <= end <= num_rows:
             raise DatasetError(
-                f"rows [{begin}, {end}) are not in the input, which has "
-                f"{self._manifest.num_rows} rows"
+                f"rows [{begin}, {end}) are not in the input, which has {num_rows} rows"
             )
         position = begin
         while position < end:
@@ -228,7 +296,7 @@ class RowReader:
             yield position, batch
             position += batch.num_rows
 
-    def _take(self, position: int, end: int) -> pa.RecordBatch:
+    def _take(self, position: int, end: int) -> InputBatch:
         """At least one row from `position` on, as far as the batch at hand goes."""
         self._seek(position)
         batch = self._load()
@@ -241,112 +309,55 @@ class RowReader:
         return taken
 
     def _seek(self, position: int) -> None:
-        """Make the stream one that comes to `position`, from its row group at the furthest."""
-        info = self._manifest.files[bisect.bisect_right(self._first_rows, position) - 1]
-        file = self._file
-        if file is None or file.info is not info:
+        """Make the stream one that comes to `position`, from the last start before it."""
+        number = bisect.bisect_right(self._first_rows, position) - 1
+        info = self._manifest.files[number]
+        if self._file is None or self._file.info is not info:
             self.close()
-            file = self._file = _OpenFile.open(info)
-            self._start_at(file, file.group_of(position - info.first_row))
+            self._file = self._open(number)
+            self._first_row = self._first_rows[number]
+            self._start_at(self._file.start_before(position - self._first_row))
             return
         check_unchanged(info)
-        group = file.group_of(position - info.first_row)
+        start = self._file.start_before(position - self._first_row)
         at_hand = self._position + (self._pending.num_rows if self._pending else 0)
-        if position < self._position or info.first_row + file.group_starts[group] > at_hand:
-            self._start_at(file, group)
+        if position < self._position or self._first_row + start > at_hand:
+            self._start_at(start)
 
-    def _start_at(self, file: _OpenFile, group: int) -> None:
-        self._stream = file.parquet.iter_batches(
-            file.batch_rows,
-            row_groups=range(group, file.parquet.num_row_groups),
-            columns=self.schema.names,
-            use_threads=False,
-        )
+    def _open(self, number: int) -> FileReader:
+        manifest, info = self._manifest, self._manifest.files[number]
+        check_unchanged(info)
+        partition = dict(zip(manifest.partitions, info.partition, strict=True))
+        if manifest.format == "parquet":
+            return ParquetReader(info, self._wanted, partition)
+        read_records = record_reader(manifest, info.path, self._wanted.on_bad_utf8)
+        places = self._places[number]
+        return TextReader(info, self._wanted, partition, read_records=read_records, places=places)
+
+    def _start_at(self, start: int) -> None:
+        assert self._file is not None
+        self._stream = self._file.batches(start)
         self._pending = None
-        self._position = file.info.first_row + file.group_starts[group]
+        self._position = self._first_row + start
 
-    def _load(self) -> pa.RecordBatch:
+    def _load(self) -> InputBatch:
         while self._pending is None or not self._pending.num_rows:
             assert self._file is not None
             try:
-                self._pending = _conform(next(self._stream), self.schema)
-            except (StopIteration, pa.ArrowException, OSError) as error:
-                path, row = self._file.info.path, self._position - self._file.info.first_row
+                self._pending = next(self._stream, None)
+            except DatasetError:
+                self.close()
+                raise
+            if self._pending is None:
+                path, row = self._file.info.path, self._position - self._first_row
                 self.close()
                 raise DatasetError(
-                    f"input file {path} is damaged at or after its row {row}: "
-                    f"{' '.join(str(error).split()) or 'its row groups end early'}; write it again"
-                ) from error
+                    f"input file {path} ends at its row {row}, earlier than when its rows were "
+                    "counted; submit a new job"
+                )
         return self._pending
 
     def _drop(self, num_rows: int) -> None:
         assert self._pending is not None
         self._position += num_rows
         self._pending = self._pending.slice(num_rows)
-
-
-def _conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch with the schema's order of columns and its types."""
-    columns = []
-    for field in schema:
-        column = batch.column(field.name)
-        columns.append(column if column.type.equals(field.type) else column.cast(field.type))
-    if not columns:
-        return batch.select([])
-    return pa.record_batch(columns, schema=schema)
-
-
-# ---- values ------------------------------------------------------------------------------
-
-
-def row_values(batch: RecordBatch, columns: Iterable[str]) -> list[dict[str, Any] | RowError]:
-    """The named columns of a batch as one dict of Python values for each row.
-
-    Null stays None; structs and maps become dicts; text in binary columns becomes str. In the
-    place of a row that has no such values stands its error: `invalid_utf8`, or `invalid_row`.
-    """
-    names = tuple(columns)
-    cells = [_column_values(batch.column(name), name) for name in names]
-    if not names:
-        return [{} for _ in range(batch.num_rows)]
-    return [_row(names, row) for row in zip(*cells, strict=True)]
-
-
-def _row(names: tuple[str, ...], cells: tuple[Any, ...]) -> dict[str, Any] | RowError:
-    for cell in cells:
-        if isinstance(cell, RowError):
-            return cell
-    return dict(zip(names, cells, strict=True))
-
-
-def _column_values(column: pa.Array, name: str) -> list[Any]:
-    column = _as_text(column)
-    try:
-        values: list[Any] = column.to_pylist(maps_as_pydicts="strict")
-        return values
-    except (ValueError, KeyError, ArithmeticError):
-        return [_cell(scalar, name) for scalar in column]
-
-
-def _as_text(column: pa.Array) -> pa.Array:
-    """Binary values seen as text, which is checked when it becomes str."""
-    if types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if types.is_binary(column.type):
-        return column.view(pa.string())
-    if types.is_large_binary(column.type):
-        return column.view(pa.large_string())
-    return column
-
-
-def _cell(scalar: pa.Scalar, name: str) -> Any:
-    try:
-        return scalar.as_py(maps_as_pydicts="strict")
-    except UnicodeDecodeError as error:
-        return RowError(
-            "invalid_utf8",
-            f"column {name}: byte 0x{error.object[error.start]:02x} at offset {error.start} is "
-            f"not UTF-8 ({error.reason})",
-        )
-    except (ValueError, KeyError, ArithmeticError) as error:
-        return RowError("invalid_row", f"column {name}: {error}")

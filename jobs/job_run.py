@@ -8,10 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from jobs.dataset import OnProgress, count_rows
+from jobs.id_counts import IdCounter
 from jobs.messages import BatchDone
 from jobs.publish import claim_folder
 from jobs.records import Job, JobError, JobState, Part, Shard
@@ -54,16 +57,36 @@ class JobRun:
 
     # ---- before the first row ------------------------------------------------------------
 
-    def open(self) -> None:
-        """Finish what an earlier runner began to publish; show the schema; fix the total."""
-        spec, manifest = self.job.spec, self.job.manifest
-        self.total = manifest.num_rows if spec.limit is None else min(manifest.num_rows, spec.limit)
-        self._store.set_total(self.job.id, self.total)
+    def open(self, on_progress: OnProgress = lambda _: None) -> None:
+        """Count the rows; finish what an earlier runner began to publish; show the schema.
+
+        on_progress: called now and then while rows are counted; may raise to stop that
+        """
+        self._count_rows(on_progress)
         claim_folder(self.job.results_dir, self.job.id)
         for part, blobs in self._store.unfinished_parts(self.job.id):
             self._complete_part(part, blobs)
         if not self._store.parts(self.job.id):
             self._complete_part(*self._store.begin_part(self.job.id))
+
+    def _count_rows(self, on_progress: OnProgress) -> None:
+        job, limit = self.job, self.job.spec.limit
+        ids = None if "input" in self._record else IdCounter(limit)
+        manifest = count_rows(
+            job.manifest,
+            self._store.job_dir(job.id),
+            job.spec.on_bad_utf8,
+            ids=ids,
+            on_progress=on_progress,
+        )
+        if manifest is not job.manifest:
+            self._store.set_manifest(job.id, manifest)
+            self.job = replace(job, manifest=manifest)
+        assert manifest.num_rows is not None
+        self.total = manifest.num_rows if limit is None else min(manifest.num_rows, limit)
+        self._store.set_total(job.id, self.total)
+        if ids is not None:
+            self.note({"input": ids.facts()})
 
     @property
     def is_complete(self) -> bool:

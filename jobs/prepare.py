@@ -45,6 +45,7 @@ class RowPreparer:
     binding: which columns hold the prompt and the row's own parameters
     chat_template: the job's own, else the model's; None where there is neither
     prompt_template: the job's, where the binding's source is one
+    params_are_text: parameter columns hold text, as those of CSV do
 
     Raises SpecError: a chat template is needed and there is none.
     """
@@ -58,6 +59,7 @@ class RowPreparer:
         chat_template: ChatTemplate | None,
         context_length: int,
         prompt_template: PromptTemplate | None = None,
+        params_are_text: bool = False,
     ) -> None:
         self._spec = spec
         self._binding = binding
@@ -65,6 +67,7 @@ class RowPreparer:
         self._chat_template = chat_template
         self._context_length = context_length
         self._prompt_template = prompt_template
+        self._params_are_text = params_are_text
         if chat_template is None and (spec.chat or binding.source == "messages"):
             raise SpecError(
                 f"{spec.model} has no chat template, which "
@@ -104,6 +107,8 @@ class RowPreparer:
         given: dict[str, Any] = {}
         for column in self._binding.params:
             value = values.get(column)
+            if self._params_are_text:
+                value = param_of_text(column, value)
             if column != "sampling_params":
                 given[column] = value
             elif isinstance(value, Mapping):
@@ -188,6 +193,19 @@ def truncate(
     if bos_id is not None and token_ids[0] == bos_id and num_kept > 1:
         return [bos_id, *token_ids[len(token_ids) - num_kept + 1 :]]
     return token_ids[len(token_ids) - num_kept :]
+
+
+def param_of_text(name: str, text: str | None) -> Any:
+    """A parameter out of a text cell: JSON where it is any, nothing where it is empty.
+
+    A stop text stays as it is unless it is a JSON list.
+    """
+    if not text or (name == "stop" and not text.startswith("[")):
+        return text or None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 # ---- messages ----------------------------------------------------------------------------

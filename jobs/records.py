@@ -74,7 +74,7 @@ class StoreError(JobError):
 class JobSpec:
     """Everything a job needs, frozen at submit. Paths are absolute.
 
-    input: Parquet file or folder
+    input: Parquet, JSON lines or CSV file, a folder of them, or a pattern such as in/**/*.csv
     model: GGUF file (first shard of a split one)
     output: results folder; None is the job's own under the state folder
     prompt_column, messages_column, prompt_template: where the prompt comes from; None of them
@@ -82,6 +82,8 @@ class JobSpec:
     chat: wrap `prompt` in the model's chat template, with `system` before it where given
     chat_template: template text that replaces the model's
     template_kwargs: extra variables of the chat template
+    encoding, delimiter: of CSV files; None takes UTF-8 and what the header suggests
+    on_bad_utf8: a row whose text is not UTF-8 is an error, or runs with what is bad replaced
     param_columns: columns that set a sampling parameter of their name per row; the struct
         column `sampling_params` may be among them
     keep: input columns carried to the results; None is all but the prompt
@@ -104,6 +106,9 @@ class JobSpec:
     system: str | None = None
     chat_template: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    encoding: str | None = None
+    delimiter: str | None = None
+    on_bad_utf8: Literal["error", "replace"] = "error"
     param_columns: tuple[str, ...] = ()
     keep: tuple[str, ...] | None = None
     output_prefix: str = ""
@@ -120,25 +125,57 @@ class JobSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
-    """One file of the frozen manifest: rows [first_row, first_row + num_rows) of the job."""
+    """One file of the frozen manifest: rows [first_row, first_row + num_rows) of the job.
+
+    num_rows, first_row: None until counted, which submit does not do for long text files
+    partition: values of the manifest's partition columns, from the folders that it lies in
+    """
 
     path: str
     nbytes: int
     mtime_ns: int
-    num_rows: int
-    first_row: int
+    num_rows: int | None
+    first_row: int | None
+    partition: tuple[str | None, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextColumn:
+    """A column of text files. type: an Arrow type by name; is_json: values are JSON text"""
+
+    name: str
+    type: str = "string"
+    is_json: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The job's input, frozen at submit: files sorted by path; names that were skipped."""
+    """The job's input, frozen at submit: files sorted by path; names that were skipped.
+
+    encoding, delimiter: of CSV files
+    partitions: columns that come from folders named like `date=2025-09-17`
+    columns: of text files; those of the first rows until the rows are counted
+    index: file of the places where reading can begin, which text files need; None until made
+    """
 
     files: tuple[InputFile, ...]
     skipped: tuple[str, ...] = ()
+    format: Literal["parquet", "jsonl", "csv"] = "parquet"
+    encoding: str = "utf-8"
+    delimiter: str = ","
+    partitions: tuple[str, ...] = ()
+    columns: tuple[TextColumn, ...] = ()
+    index: str | None = None
 
     @property
-    def num_rows(self) -> int:
-        return sum(file.num_rows for file in self.files)
+    def num_rows(self) -> int | None:
+        """Rows of all files; None until counted."""
+        total = 0
+        for file in self.files:
+            if file.num_rows is None:
+                return None
+            total += file.num_rows
+        return total
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from engine import FinishedRow, TokenLogprob
+from jobs.columns import is_json
 from jobs.dataset import RowReader, bind_columns, read_schema
 from jobs.prepare import RowFacts
 from jobs.records import (
@@ -80,11 +81,13 @@ class ResultRow:
     """One finished row with all that goes into its result.
 
     carried: its carried input columns as a batch of one row
+    replaced: input columns in which bytes that are not UTF-8 were replaced
     """
 
     finished: FinishedRow
     facts: RowFacts
     carried: RecordBatch
+    replaced: tuple[str, ...] = ()
 
 
 # ---- the schema --------------------------------------------------------------------------
@@ -92,9 +95,13 @@ class ResultRow:
 
 def result_schema(input_schema: Schema, binding: Binding, spec: JobSpec) -> Schema:
     """Carried input columns with their types, then our own columns, with the spec's prefix."""
-    carried = [input_schema.field(name).with_nullable(True) for name in binding.carried]
+    carried = [_carried_field(input_schema.field(name)) for name in binding.carried]
     own = [field.with_name(spec.output_prefix + field.name) for field in RESULT_FIELDS]
     return pa.schema([*carried, *own])
+
+
+def _carried_field(field: pa.Field) -> pa.Field:
+    return (field.remove_metadata() if is_json(field) else field).with_nullable(True)
 
 
 def job_schema(job: Job) -> Schema:
@@ -160,10 +167,17 @@ def _own_values(row: ResultRow) -> tuple[Any, ...]:
         _logprob_values(finished.logprobs),
         None,
         None,
-        json.dumps(dict(finished.warnings), sort_keys=True) if finished.warnings else None,
+        _warnings_json(row),
         finished.error_code,
         _utf8(finished.error_message),
     )
+
+
+def _warnings_json(row: ResultRow) -> str | None:
+    warnings = dict(row.finished.warnings)
+    if row.replaced:
+        warnings["replaced_utf8"] = list(row.replaced)
+    return json.dumps(warnings, sort_keys=True) if warnings else None
 
 
 def _utf8(text: str | None) -> str | None:
@@ -377,7 +391,7 @@ class Results:
         begin, end = int(rows[0]), int(rows[-1]) + 1
         try:
             with RowReader(self._job.manifest, names) as reader:
-                batches = [batch for _, batch in reader.read(begin, end)]
+                batches = [batch.table for _, batch in reader.read(begin, end)]
         except DatasetError:
             # The input is gone: the rows are still there, with their numbers.
             return {}

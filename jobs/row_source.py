@@ -12,10 +12,10 @@ from engine import Engine, FinishedRow, Request, RowError
 from engine.chat import ChatTemplate, PromptTemplate
 from engine.tokenizer import Tokenizer
 from jobs.columns import bind_columns
-from jobs.dataset import RecordBatch, RowReader, Schema, read_schema, row_values
+from jobs.dataset import InputBatch, RecordBatch, RowReader, Schema, read_schema
 from jobs.messages import StartJob
 from jobs.prepare import RowFacts, RowPreparer, error_row
-from jobs.records import Binding, JobSpec, RowBatch, Shard
+from jobs.records import JobSpec, RowBatch, Shard
 from jobs.results import ResultRow, build_row_batch, result_schema
 
 
@@ -26,6 +26,7 @@ class _Pending:
     shard: int
     facts: RowFacts
     carried: RecordBatch
+    replaced: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class _InputRow:
     index: int
     values: dict[str, Any] | RowError
     carried: RecordBatch
+    replaced: tuple[str, ...]
     shard: int
 
 
@@ -45,12 +47,9 @@ class RowSource:
     that are in the engine.
     """
 
-    def __init__(
-        self, reader: RowReader, preparer: RowPreparer, binding: Binding, schema: Schema
-    ) -> None:
+    def __init__(self, reader: RowReader, preparer: RowPreparer, schema: Schema) -> None:
         self._reader = reader
         self._preparer = preparer
-        self._binding = binding
         self._schema = schema
         self._shards: deque[Shard] = deque()
         self._rows: Iterator[_InputRow] = iter(())
@@ -75,9 +74,15 @@ class RowSource:
             chat_template=_chat_template(command, engine),
             context_length=engine.context_length,
             prompt_template=_prompt_template(spec),
+            params_are_text=command.manifest.format == "csv",
         )
-        reader = RowReader(command.manifest, binding.columns)
-        return cls(reader, preparer, binding, result_schema(schema, binding, spec))
+        reader = RowReader(
+            command.manifest,
+            binding.carried,
+            values=binding.values,
+            on_bad_utf8=spec.on_bad_utf8,
+        )
+        return cls(reader, preparer, result_schema(schema, binding, spec))
 
     def close(self) -> None:
         self._reader.close()
@@ -108,7 +113,7 @@ class RowSource:
             facts = RowFacts()
         else:
             prepared, facts = self._preparer.prepare(row.index, row.values)
-        self._pending[row.index] = _Pending(row.shard, facts, row.carried)
+        self._pending[row.index] = _Pending(row.shard, facts, row.carried, row.replaced)
         if isinstance(prepared, Request):
             return prepared
         self.finish(prepared)
@@ -117,12 +122,9 @@ class RowSource:
     def _read(self, shard: Shard) -> Iterator[_InputRow]:
         done = frozenset(shard.done)
         for first, batch in self._reader.read(shard.begin, shard.end):
-            values = row_values(batch, self._binding.values)
-            carried = batch.select(list(self._binding.carried))
-            for offset, row in enumerate(values):
+            for offset in range(batch.num_rows):
                 if first + offset not in done:
-                    one = carried.slice(offset, 1)
-                    yield _InputRow(first + offset, row, one, shard.number)
+                    yield _input_row(first, batch, offset, shard)
 
     # ---- rows out ------------------------------------------------------------------------
 
@@ -130,7 +132,7 @@ class RowSource:
         """Take a row's outcome, for the next batch."""
         pending = self._pending.pop(row.row_index)
         self._unfinished[pending.shard] -= 1
-        self._finished.append(ResultRow(row, pending.facts, pending.carried))
+        self._finished.append(ResultRow(row, pending.facts, pending.carried, pending.replaced))
 
     @property
     def has_news(self) -> bool:
@@ -149,6 +151,16 @@ class RowSource:
         for number in shards:
             del self._unfinished[number]
         return (build_row_batch(self._schema, rows) if rows else None), shards
+
+
+def _input_row(first: int, batch: InputBatch, offset: int, shard: Shard) -> _InputRow:
+    return _InputRow(
+        index=first + offset,
+        values=batch.values[offset],
+        carried=batch.table.slice(offset, 1),
+        replaced=batch.replaced[offset],
+        shard=shard.number,
+    )
 
 
 def _chat_template(command: StartJob, engine: Engine) -> ChatTemplate | None:

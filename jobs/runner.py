@@ -40,6 +40,10 @@ MAX_FRUITLESS_RESTARTS = 3
 log = logging.getLogger("jobs.runner")
 
 
+class CountingStoppedError(Exception):
+    """The job is not wanted any more while its rows are still being counted."""
+
+
 class Runner:
     """Runs the jobs of a state folder; the caller holds its lock.
 
@@ -152,8 +156,10 @@ class Runner:
             log.info("job %s starts (attempt %d)", job.id, job.attempt)
             try:
                 check_job_environment(job)
-                run.open()
+                run.open(lambda _: self._check_counting(job))
                 self._work(run)
+            except CountingStoppedError:
+                self._leave_job(run, self._store.job(job.id).request)
             except Exception as error:
                 log.exception("job %s cannot go on", job.id)
                 known = isinstance(error, JobError | OSError)
@@ -210,6 +216,15 @@ class Runner:
         if run.is_complete:
             run.finish()
             return
+        self._leave_job(run, request)
+
+    def _check_counting(self, job: Job) -> None:
+        """While the rows of a text file are counted, which may take minutes."""
+        self._beat()
+        if self._stop.is_set or self._store.job(job.id).request is not None:
+            raise CountingStoppedError
+
+    def _leave_job(self, run: JobRun, request: JobRequest | None) -> None:
         match request:
             case "cancel":
                 run.stop("cancelled")

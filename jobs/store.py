@@ -105,7 +105,7 @@ class JobStore:
         Raises ResultsError: the folder belongs to another job.
         """
         job_id = new_job_id(self._clock())
-        chosen = results_dir or spec.output or self.path.parent / "jobs" / job_id / "results"
+        chosen = results_dir or spec.output or self.job_dir(job_id) / "results"
         folder = str(Path(chosen).resolve())
         with self._db.atomic():
             owner = self._db.row("select_folder_owner", results_dir=folder)
@@ -124,6 +124,10 @@ class JobStore:
                 total=_planned_rows(spec, manifest),
             )
             return self.job(job_id)
+
+    def job_dir(self, job_id: str) -> Path:
+        """Where files of a job are, beside the database."""
+        return self.path.parent / "jobs" / job_id
 
     def job(self, job_id: str) -> Job:
         """The job of this whole id. Raises JobNotFoundError."""
@@ -196,6 +200,11 @@ class JobStore:
         """Set the number of result rows that the job will have."""
         with self._db.atomic():
             self._must_change("set_total", job_id, total=total)
+
+    def set_manifest(self, job_id: str, manifest: Manifest) -> None:
+        """Replace the job's manifest by one that knows more of the same files."""
+        with self._db.atomic():
+            self._must_change("set_manifest", job_id, manifest=manifest_to_json(manifest))
 
     def set_record(self, job_id: str, record: Mapping[str, Any]) -> None:
         """Replace the job's record; values must have a JSON form."""
@@ -438,8 +447,10 @@ def _key_array(rows: list[Row]) -> npt.NDArray[np.int64]:
     return np.array([tuple(row) for row in rows], np.int64).reshape(-1, 2)
 
 
-def _planned_rows(spec: JobSpec, manifest: Manifest) -> int:
-    return manifest.num_rows if spec.limit is None else min(spec.limit, manifest.num_rows)
+def _planned_rows(spec: JobSpec, manifest: Manifest) -> int | None:
+    if spec.limit is None or manifest.num_rows is None:
+        return manifest.num_rows
+    return min(spec.limit, manifest.num_rows)
 
 
 def _job(row: Row) -> Job:

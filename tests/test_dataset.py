@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 from engine import RowError
 from engine.chat import ChatTemplate
 from jobs.dataset import (
-    BATCH_NBYTES,
     RowReader,
     bind_columns,
     build_manifest,
     read_schema,
-    row_values,
 )
+from jobs.formats.base import BATCH_NBYTES
 from jobs.prepare import as_messages
 from jobs.records import DatasetError, Manifest, SpecError
 from tests.job_factories import make_spec, write_input
@@ -36,18 +35,18 @@ def prompts_of(manifest: Manifest, begin: int, end: int) -> list[Any]:
         return [
             value
             for _, batch in reader.read(begin, end)
-            for value in batch.column("prompt").to_pylist()
+            for value in batch.table.column("prompt").to_pylist()
         ]
 
 
 def values_of(path: Path, columns: dict[str, Any], **options: Any) -> list[Any]:
     """Write columns to Parquet and take them back as values."""
     write_input(path, columns, **options)
-    with RowReader(build_manifest(path)) as reader:
+    with RowReader(build_manifest(path), values=tuple(columns)) as reader:
         return [
             row
             for _, batch in reader.read(0, pq.read_metadata(path).num_rows)
-            for row in row_values(batch, columns)
+            for row in batch.values
         ]
 
 
@@ -64,20 +63,28 @@ def test_manifest_of_a_file_is_absolute(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_folder_is_sorted_and_other_names_are_listed(tmp_path: Path) -> None:
-    for name, rows in (("b.parquet", "34"), ("a.parquet", "012"), ("c.PARQUET", "5")):
+    names = {"b.parquet": "34", "a.parquet": "012", "c.PARQUET": "5", "old/f.parquet": "6"}
+    for name, rows in names.items():
         write_input(tmp_path / name, {"prompt": list(rows)})
-    for name in (".d.parquet", "_e.parquet", "notes.txt"):
+    for name in (".d.parquet", "_e.parquet", "notes.txt", "old/notes.txt"):
         (tmp_path / name).write_text("no input")
-    write_input(tmp_path / "old" / "f.parquet", {"prompt": ["no"]})
+    write_input(tmp_path / "_temporary" / "g.parquet", {"prompt": ["no"]})
     manifest = build_manifest(tmp_path)
     assert [Path(file.path).name for file in manifest.files] == [
         "a.parquet",
         "b.parquet",
         "c.PARQUET",
+        "f.parquet",
     ]
-    assert [file.first_row for file in manifest.files] == [0, 3, 5]
-    assert manifest.skipped == (".d.parquet", "_e.parquet", "notes.txt", "old/")
-    assert prompts_of(manifest, 0, 6) == list("012345")
+    assert [file.first_row for file in manifest.files] == [0, 3, 5, 6]
+    assert manifest.skipped == (
+        ".d.parquet",
+        "_e.parquet",
+        "_temporary/",
+        "notes.txt",
+        "old/notes.txt",
+    )
+    assert prompts_of(manifest, 0, 7) == list("0123456")
 
 
 def zero_bytes(path: Path) -> None:
@@ -99,7 +106,7 @@ def cut_in_half(path: Path) -> None:
         (zero_bytes, r"is empty \(0 bytes\)"),
         (not_parquet, "cannot be read as Parquet"),
         (cut_in_half, "cannot be read as Parquet"),
-        (Path.mkdir, r"has no \.parquet files directly in it"),
+        (Path.mkdir, r"has no files that end in \.parquet, \.jsonl"),
         (lambda path: None, "there is no input"),
     ],
 )
@@ -130,20 +137,20 @@ def test_files_of_different_types_are_refused_by_column(tmp_path: Path) -> None:
         build_manifest(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("second", "message"),
-    [
-        ({"prompt": ["x"]}, "lacks column 'n'"),
-        ({"prompt": ["x"], "n": [1], "m": [1]}, "has column 'm'"),
-    ],
-)
-def test_files_of_different_columns_are_refused(
-    tmp_path: Path, second: dict[str, Any], message: str
-) -> None:
+def test_columns_that_only_some_files_have_are_null_in_the_others(tmp_path: Path) -> None:
     write_input(tmp_path / "a.parquet", {"prompt": ["x"], "n": [1]})
-    write_input(tmp_path / "b.parquet", second)
-    with pytest.raises(DatasetError, match=message):
-        build_manifest(tmp_path)
+    write_input(tmp_path / "b.parquet", {"prompt": ["y"], "m": ["new"]})
+    manifest = build_manifest(tmp_path)
+    with RowReader(manifest, values=["prompt", "m"]) as reader:
+        batches = [batch for _, batch in reader.read(0, 2)]
+    assert [row for batch in batches for row in batch.table.to_pylist()] == [
+        {"prompt": "x", "n": 1, "m": None},
+        {"prompt": "y", "n": None, "m": "new"},
+    ]
+    assert [batch.values[0] for batch in batches] == [
+        {"prompt": "x", "m": None},
+        {"prompt": "y", "m": "new"},
+    ]
 
 
 def test_column_name_used_twice_is_refused(tmp_path: Path) -> None:
@@ -163,7 +170,7 @@ def test_files_may_differ_in_nullability_and_order(tmp_path: Path) -> None:
         )
     manifest = build_manifest(tmp_path)
     with RowReader(manifest) as reader:
-        batches = [batch for _, batch in reader.read(0, 2)]
+        batches = [batch.table for _, batch in reader.read(0, 2)]
     assert all(batch.schema.equals(reader.schema) for batch in batches)
     assert reader.schema.names == ["n", "messages"]
     assert [batch.column("messages").to_pylist()[0][0]["role"] for batch in batches] == [
@@ -200,7 +207,7 @@ def test_any_sequence_of_ranges_yields_exactly_its_rows(
             for first, batch in reader.read(begin, end):
                 assert first == begin + len(rows)
                 assert batch.num_rows
-                rows += batch.column("prompt").to_pylist()
+                rows += batch.table.column("prompt").to_pylist()
             assert rows == [f"p{row}" for row in range(begin, end)]
 
 
@@ -213,7 +220,7 @@ def test_reading_that_is_left_early_does_not_disturb_the_next(
         for (begin, end), num_batches in ranges:
             batches = reader.read(begin, end)
             for (first, batch), _ in zip(batches, range(num_batches), strict=False):
-                assert batch.column("prompt")[0].as_py() == f"p{first}"
+                assert batch.table.column("prompt")[0].as_py() == f"p{first}"
 
 
 @pytest.mark.parametrize(("begin", "end"), [(-1, 3), (4, 3), (0, 1034)])
@@ -236,7 +243,7 @@ def test_consecutive_ranges_decode_a_row_group_once(
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", spy)
     with RowReader(build_manifest(path), ["prompt"]) as reader:
         for begin in range(0, 5000, 100):
-            rows = [v for _, b in reader.read(begin, begin + 100) for v in b[0].to_pylist()]
+            rows = [v for _, b in reader.read(begin, begin + 100) for v in b.table[0].to_pylist()]
             assert rows == [str(row) for row in range(begin, begin + 100)]
     assert starts == [range(0, 1)]
 

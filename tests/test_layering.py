@@ -22,6 +22,8 @@ HOMES = {
         "jobs/columns.py",
         "jobs/dataset.py",
         "jobs/export.py",
+        "jobs/formats/",
+        "jobs/merge.py",
         "jobs/publish.py",
         "jobs/results.py",
     },

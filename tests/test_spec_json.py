@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import EngineConfig, SamplingParams
-from jobs.records import InputFile, JobSpec, Manifest, SpecError
+from jobs.records import InputFile, JobSpec, Manifest, SpecError, TextColumn
 from jobs.specs import manifest_from_json, manifest_to_json, spec_from_json, spec_to_json
 from tests.job_factories import make_spec
 
@@ -30,11 +30,14 @@ BY_HINT: dict[str, st.SearchStrategy[Any]] = {
     "int | None": st.none() | COUNTS,
     "float": NUMBERS,
     "tuple[str, ...]": NAMES,
+    "tuple[str | None, ...]": st.lists(st.none() | st.text(max_size=8), max_size=3).map(tuple),
     "tuple[str, ...] | None": st.none() | NAMES,
     "tuple[int, ...]": st.lists(COUNTS, max_size=3).map(tuple),
     "tuple[tuple[int, float], ...]": st.lists(st.tuples(COUNTS, NUMBERS), max_size=3).map(tuple),
     "Mapping[str, Any]": st.dictionaries(st.text(max_size=5), JSON_VALUES, max_size=3),
     "Literal['left', 'right'] | None": st.sampled_from([None, "left", "right"]),
+    "Literal['error', 'replace']": st.sampled_from(["error", "replace"]),
+    "Literal['parquet', 'jsonl', 'csv']": st.sampled_from(["parquet", "jsonl", "csv"]),
     "Literal['auto', 'cpu', 'gpu']": st.sampled_from(["auto", "cpu", "gpu"]),
     "Literal['f32', 'f16']": st.sampled_from(["f32", "f16"]),
     "Literal['auto', 'never', 'always']": st.sampled_from(["auto", "never", "always"]),
@@ -49,8 +52,15 @@ def records(record_type: type[Any], **nested: st.SearchStrategy[Any]) -> st.Sear
 
 
 SPECS = records(JobSpec, SamplingParams=records(SamplingParams), EngineConfig=records(EngineConfig))
-MANIFESTS = st.builds(
-    Manifest, files=st.lists(records(InputFile), max_size=3).map(tuple), skipped=NAMES
+
+
+def some(record_type: type[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(records(record_type), max_size=3).map(tuple)
+
+
+MANIFESTS = records(
+    Manifest,
+    **{"tuple[InputFile, ...]": some(InputFile), "tuple[TextColumn, ...]": some(TextColumn)},
 )
 
 

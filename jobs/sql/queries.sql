@@ -62,6 +62,10 @@ RETURNING id;
 -- The number of rows has become known.
 UPDATE job SET total = :total WHERE id = :id RETURNING id;
 
+-- set_manifest --
+-- Replace the input's manifest.
+UPDATE job SET manifest = :manifest WHERE id = :id RETURNING id;
+
 -- set_record --
 -- Replace what the engine reported.
 UPDATE job SET record = :record WHERE id = :id RETURNING id;
