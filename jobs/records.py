@@ -3,6 +3,8 @@
 JobError
 ├── JobNotFoundError       no job, or several, match an id prefix
 ├── SpecError              a job's spec contradicts itself, its model or its input
+├── KeyTakenError          a job was submitted with this key before
+├── ChangedError           input, model or program are not those that a job was submitted with
 ├── DatasetError           the input cannot be read as rows
 ├── ResultsError           the results folder cannot be used, or a part is not ours
 ├── RunnerError            the runner cannot start or is not the one asked for
@@ -14,6 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from engine import EngineConfig, SamplingParams
 
@@ -54,6 +59,18 @@ class SpecError(JobError):
     """A spec contradicts itself, its model or its input."""
 
 
+class KeyTakenError(JobError):
+    """A job was submitted with this key before: `job_id`."""
+
+    def __init__(self, key: str, job_id: str) -> None:
+        super().__init__(f"job {job_id} was submitted with the key {key!r} before")
+        self.job_id = job_id
+
+
+class ChangedError(JobError):
+    """A job cannot go on: its input, its model or the program has changed."""
+
+
 class DatasetError(JobError):
     """The input cannot be read as rows."""
 
@@ -92,6 +109,9 @@ class JobSpec:
     truncate: cut over-long prompts at this end instead of failing the row
     params: values for rows that set none
     seed: the job's seed, for rows without their own
+    max_errors: the job pauses when more rows than this have failed: "10", or "5%" of all
+    row_timeout_s: a row that is longer on board than this ends as an error row
+    verify: know the model again by all its bytes, not by samples of each tensor
     part_nbytes, part_interval_s: a results part is cut at this size or age
     shard_rows: rows of one dispatch
     """
@@ -116,6 +136,9 @@ class JobSpec:
     truncate: Literal["left", "right"] | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
+    max_errors: str | None = None
+    row_timeout_s: float | None = None
+    verify: bool = False
     engine: EngineConfig = field(default_factory=EngineConfig)
     device: Literal["auto", "cpu", "gpu"] = "auto"
     part_nbytes: int = 64 << 20
@@ -179,8 +202,30 @@ class Manifest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """What the texts of a job depend on besides its spec and its input.
+
+    model_nbytes: sizes of the model's files
+    header_sha256: of the bytes before the first tensor, over all files
+    samples_sha256: of the first 64 KiB of each tensor; None until the job first starts
+    full_sha256: of all bytes; None where the spec does not ask for it, or until the first start
+    numerics_revision: as in engine/revision.py
+    """
+
+    model_nbytes: tuple[int, ...]
+    header_sha256: str
+    numerics_revision: int
+    samples_sha256: str | None = None
+    full_sha256: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """A job as the store knows it. Times are Unix seconds.
+
+    key: of `submit --key`
+    retry_of: the job whose failed rows it runs again
+    fingerprint: as of the submit; more is added when the job first starts
 
     request: what a client asks of the runner that runs the job
     total: rows of the job; None until known
@@ -206,6 +251,9 @@ class Job:
     attempt: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)
+    key: str | None = None
+    retry_of: str | None = None
+    fingerprint: Fingerprint | None = None
 
     @property
     def num_cancelled(self) -> int:
@@ -287,11 +335,15 @@ class FinishedRows:
 
     parts: committed ones
     blobs: Arrow IPC streams of the rows in no committed part
+    selection: indices of the job's rows, ascending, where it does not run its whole input
+    retries: of the job, and theirs, in the order of submission; those hold no retries of their own
     """
 
     job: Job
     parts: tuple[Part, ...]
     blobs: tuple[bytes, ...]
+    selection: npt.NDArray[np.int64] | None = None
+    retries: tuple[FinishedRows, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from jobs.records import JobSpec, Manifest, SpecError
+from jobs.records import Fingerprint, JobSpec, Manifest, SpecError
 
 
 def spec_to_json(spec: JobSpec) -> str:
@@ -37,6 +37,15 @@ def manifest_to_json(manifest: Manifest) -> str:
 def manifest_from_json(text: str) -> Manifest:
     manifest: Manifest = _build(Manifest, json.loads(text))
     return manifest
+
+
+def fingerprint_to_json(fingerprint: Fingerprint) -> str:
+    return _dump(fingerprint)
+
+
+def fingerprint_from_json(text: str) -> Fingerprint:
+    fingerprint: Fingerprint = _build(Fingerprint, json.loads(text))
+    return fingerprint
 
 
 def _dump(record: Any) -> str:

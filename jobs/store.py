@@ -10,6 +10,7 @@ import secrets
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,12 +21,14 @@ import numpy.typing as npt
 from jobs.database import BUSY_TIMEOUT_S, ConflictError, Database, Row
 from jobs.records import (
     FINAL_STATES,
+    Fingerprint,
     FinishedRows,
     Job,
     JobNotFoundError,
     JobRequest,
     JobSpec,
     JobState,
+    KeyTakenError,
     Manifest,
     Part,
     ResultsError,
@@ -34,7 +37,14 @@ from jobs.records import (
     SpoolSize,
     StoreError,
 )
-from jobs.specs import manifest_from_json, manifest_to_json, spec_from_json, spec_to_json
+from jobs.specs import (
+    fingerprint_from_json,
+    fingerprint_to_json,
+    manifest_from_json,
+    manifest_to_json,
+    spec_from_json,
+    spec_to_json,
+)
 
 MAX_ROW_INDEX = (1 << 63) - 1
 
@@ -96,23 +106,33 @@ class JobStore:
         manifest: Manifest,
         environment: Mapping[str, str],
         results_dir: str | Path | None = None,
+        *,
+        key: str | None = None,
+        retry_of: str | None = None,
+        selection: npt.NDArray[np.int64] | None = None,
+        fingerprint: Fingerprint | None = None,
+        overwrite: bool = False,
     ) -> Job:
         """Put a job at the end of the queue; its results folder is its own from here on.
 
         environment: variables that the job needs in its runner
         results_dir: None takes the spec's output, else jobs/<id>/results beside the database
+        key: no other job may have it
+        retry_of: the job whose failed rows this one runs again
+        selection: indices of the rows to run, ascending; None is all that the spec says
+        overwrite: take the folder from a job that is over
 
+        Raises KeyTakenError: a job has the key.
         Raises ResultsError: the folder belongs to another job.
         """
         job_id = new_job_id(self._clock())
         chosen = results_dir or spec.output or self.job_dir(job_id) / "results"
         folder = str(Path(chosen).resolve())
+        total = _planned_rows(spec, manifest) if selection is None else len(selection)
         with self._db.atomic():
-            owner = self._db.row("select_folder_owner", results_dir=folder)
-            if owner is not None:
-                raise ResultsError(
-                    f"results folder {folder} belongs to job {owner['id']}; name another with -o"
-                )
+            if key is not None and (taken := self._db.row("select_job_by_key", key=key)):
+                raise KeyTakenError(key, taken["id"])
+            self._take_folder(folder, job_id, overwrite=overwrite)
             self._db.insert(
                 "insert_job",
                 id=job_id,
@@ -121,8 +141,13 @@ class JobStore:
                 environment=json.dumps(dict(environment), sort_keys=True),
                 results_dir=folder,
                 now=self._clock(),
-                total=_planned_rows(spec, manifest),
+                total=total,
+                key=key,
+                retry_of=retry_of,
+                fingerprint=None if fingerprint is None else fingerprint_to_json(fingerprint),
             )
+            if selection is not None:
+                self._insert_selection(job_id, selection)
             return self.job(job_id)
 
     def job_dir(self, job_id: str) -> Path:
@@ -135,6 +160,11 @@ class JobStore:
         if row is None:
             raise JobNotFoundError(f"there is no job {job_id}; `ntx-batch list` shows all")
         return _job(row)
+
+    def job_by_key(self, key: str) -> Job | None:
+        """The job that was submitted with this key."""
+        row = self._db.row("select_job_by_key", key=key)
+        return None if row is None else _job(row)
 
     def find_job(self, id_prefix: str) -> Job:
         """The one job whose id begins with `id_prefix`, in either case of letters.
@@ -154,6 +184,22 @@ class JobStore:
         """Every job in the order of submission."""
         return [_job(row) for row in self._db.rows("select_jobs")]
 
+    def retries(self, job_id: str) -> list[Job]:
+        """Retries of a job, theirs, and so on, in the order of submission."""
+        return [_job(row) for row in self._db.rows("select_retries", job_id=job_id)]
+
+    def selection(self, job_id: str) -> npt.NDArray[np.int64] | None:
+        """Indices of a job's rows, ascending; None where it runs its whole input."""
+        row = self._db.row("select_selection", job_id=job_id)
+        return None if row is None else unpack_keys(row["row_keys"])[:, 0]
+
+    def remove_job(self, job_id: str) -> None:
+        """Forget a job and its rows; files stay. Raises StoreError: a runner works on it."""
+        with self._db.atomic():
+            if self._db.row("delete_job", id=job_id) is None:
+                state = self.job(job_id).state
+                raise StoreError(f"job {job_id} is {state}: cancel or pause it first")
+
     def claim_job(self) -> Job | None:
         """Make the oldest queued or interrupted job running, for the caller; None if none waits.
 
@@ -164,12 +210,19 @@ class JobStore:
         return None if row is None else _job(row)
 
     def mark_interrupted(self) -> list[str]:
-        """At the start of a runner: running jobs have lost theirs. Returns their ids."""
+        """No runner is there: running jobs have lost theirs. Returns their ids.
+
+        They become interrupted, or what a client had asked for and the runner did not do any more.
+        The caller holds the lock, or keeps others from taking it.
+        """
         with self._db.atomic():
-            return [row["id"] for row in self._db.rows("mark_interrupted")]
+            rows = self._db.rows("mark_interrupted", now=self._clock())
+            return [row["id"] for row in rows]
 
     def set_state(self, job_id: str, state: JobState, *, reason: str | None = None) -> None:
         """Move a job to a state, with the reason for people; a request is thereby answered.
+
+        One that is let go of while a client asks for its end is cancelled instead.
 
         Raises StoreError: no way leads there from the state it is in.
         """
@@ -205,6 +258,12 @@ class JobStore:
         """Replace the job's manifest by one that knows more of the same files."""
         with self._db.atomic():
             self._must_change("set_manifest", job_id, manifest=manifest_to_json(manifest))
+
+    def set_fingerprint(self, job_id: str, fingerprint: Fingerprint) -> None:
+        """Keep what later starts of the job are compared with."""
+        with self._db.atomic():
+            text = fingerprint_to_json(fingerprint)
+            self._must_change("set_fingerprint", job_id, fingerprint=text)
 
     def set_record(self, job_id: str, record: Mapping[str, Any]) -> None:
         """Replace the job's record; values must have a JSON form."""
@@ -300,11 +359,10 @@ class JobStore:
         return [Part(**dict(row)) for row in self._db.rows("select_parts", job_id=job_id)]
 
     def finished(self, job_id: str) -> FinishedRows:
-        """The job and where its finished rows are, as of one instant."""
+        """The job and its retries, and where their finished rows are, as of one instant."""
         with self._db.snapshot():
-            committed = tuple(part for part in self.parts(job_id) if part.state == "committed")
-            blobs = tuple(self.spool(job_id))
-            return FinishedRows(job=self.job(job_id), parts=committed, blobs=blobs)
+            retries = tuple(self._finished(job) for job in self.retries(job_id))
+            return replace(self._finished(self.job(job_id)), retries=retries)
 
     # The runner
 
@@ -362,6 +420,42 @@ class JobStore:
             self._db.run("delete_runner", pid=pid)
 
     # Steps of the above
+
+    def _take_folder(self, folder: str, job_id: str, *, overwrite: bool) -> None:
+        owner = self._db.row("select_folder_owner", results_dir=folder)
+        if owner is None:
+            return
+        if not overwrite:
+            raise ResultsError(
+                f"results folder {folder} belongs to job {owner['id']}; name another with -o, or "
+                "take it over with --overwrite"
+            )
+        released = self._db.row(
+            "release_folder",
+            id=owner["id"],
+            new_dir=str(self.job_dir(owner["id"]) / "results"),
+            reason=f"job {job_id} took over its results folder (--overwrite)",
+        )
+        if released is None:
+            state = self.job(owner["id"]).state
+            raise ResultsError(
+                f"results folder {folder} belongs to job {owner['id']}, which is {state}: cancel "
+                "it first, or name another with -o"
+            )
+
+    def _insert_selection(self, job_id: str, rows: npt.NDArray[np.int64]) -> None:
+        keys = np.stack([rows, np.zeros(len(rows), np.int64)], axis=1)
+        self._db.insert(
+            "insert_selection", job_id=job_id, num_rows=len(rows), row_keys=pack_keys(keys)
+        )
+
+    def _finished(self, job: Job) -> FinishedRows:
+        return FinishedRows(
+            job=job,
+            parts=tuple(part for part in self.parts(job.id) if part.state == "committed"),
+            blobs=tuple(self.spool(job.id)),
+            selection=self.selection(job.id),
+        )
 
     def _must_change(self, query: str, job_id: str, **values: Any) -> None:
         if self._db.row(query, id=job_id, **values) is None:
@@ -462,5 +556,6 @@ def _job(row: Row) -> Job:
             "manifest": manifest_from_json(row["manifest"]),
             "environment": json.loads(row["environment"]),
             "record": json.loads(row["record"]),
+            "fingerprint": row["fingerprint"] and fingerprint_from_json(row["fingerprint"]),
         }
     )

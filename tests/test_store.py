@@ -527,7 +527,7 @@ def test_every_table_is_strict() -> None:
     migrate(db)
     tables = db.execute("SELECT name, strict FROM pragma_table_list WHERE name NOT LIKE 'sqlite_%'")
     assert dict(tables.fetchall()) == dict.fromkeys(
-        ["job", "part", "spool_batch", "spool_row", "runner"], 1
+        ["job", "selection", "part", "spool_batch", "spool_row", "runner"], 1
     )
     db.close()
 

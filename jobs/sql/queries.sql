@@ -1,7 +1,43 @@
 -- insert_job --
 -- Add a job to the end of the queue.
-INSERT INTO job (id, state, spec, manifest, environment, results_dir, created_at, total)
-VALUES (:id, 'queued', :spec, :manifest, :environment, :results_dir, :now, :total);
+INSERT INTO job (
+    id, state, spec, manifest, environment, results_dir, created_at, total, key, retry_of,
+    fingerprint
+) VALUES (
+    :id, 'queued', :spec, :manifest, :environment, :results_dir, :now, :total, :key, :retry_of,
+    :fingerprint
+);
+
+-- insert_selection --
+-- A job runs these rows of its input alone.
+INSERT INTO selection (job_id, num_rows, row_keys) VALUES (:job_id, :num_rows, :row_keys);
+
+-- select_selection --
+-- The rows of a job that does not run its whole input.
+SELECT row_keys FROM selection WHERE job_id = :job_id;
+
+-- select_job_by_key --
+-- The job that was submitted with a key.
+SELECT * FROM job WHERE key = :key;
+
+-- select_retries --
+-- Retries of a job, theirs, and so on; oldest first.
+WITH RECURSIVE retry (id) AS (
+    SELECT id FROM job WHERE retry_of = :job_id
+    UNION
+    SELECT job.id FROM job JOIN retry ON job.retry_of = retry.id
+)
+SELECT job.* FROM job JOIN retry ON job.id = retry.id ORDER BY num;
+
+-- delete_job --
+-- Forget a job with all that hangs on it, unless a runner works on it.
+DELETE FROM job WHERE id = :id AND state != 'running' RETURNING id;
+
+-- release_folder --
+-- Another job takes a folder; a job that is not over keeps it.
+UPDATE job SET results_dir = :new_dir, reason = :reason
+WHERE id = :id AND state IN ('completed', 'failed', 'cancelled')
+RETURNING id;
 
 -- select_job --
 -- One job by its whole id.
@@ -30,16 +66,24 @@ WHERE num = (
 RETURNING *;
 
 -- mark_interrupted --
--- A new runner starts: what was running has no runner any more.
-UPDATE job SET state = 'interrupted', reason = 'its runner ended without finishing it'
+-- No runner is there: what was running has none any more. What a client had asked for is done.
+UPDATE job
+SET state = CASE request
+        WHEN 'cancel' THEN 'cancelled' WHEN 'pause' THEN 'paused' ELSE 'interrupted'
+    END,
+    reason = iif(request IS NULL, 'its runner ended without finishing it', NULL),
+    finished_at = iif(request = 'cancel', :now, NULL),
+    request = NULL
 WHERE state = 'running'
 RETURNING id;
 
 -- set_state --
--- Move a job to a state, if it is in one that leads there.
+-- Move a job to a state, if it is in one that leads there. A cancel that came too late to be seen
+-- by the runner that lets go of it is still obeyed.
 UPDATE job
-SET state = :state, reason = :reason, request = NULL,
-    finished_at = iif(:final, :now, NULL)
+SET state = iif(request = 'cancel' AND :state IN ('interrupted', 'paused'), 'cancelled', :state),
+    reason = :reason, request = NULL,
+    finished_at = iif(:final OR request = 'cancel', :now, NULL)
 WHERE id = :id AND state IN (SELECT value FROM json_each(:from_states))
 RETURNING id;
 
@@ -65,6 +109,10 @@ UPDATE job SET total = :total WHERE id = :id RETURNING id;
 -- set_manifest --
 -- Replace the input's manifest.
 UPDATE job SET manifest = :manifest WHERE id = :id RETURNING id;
+
+-- set_fingerprint --
+-- More has become known of the model.
+UPDATE job SET fingerprint = :fingerprint WHERE id = :id RETURNING id;
 
 -- set_record --
 -- Replace what the engine reported.

@@ -29,11 +29,27 @@ CREATE TABLE job (
     num_error INTEGER NOT NULL DEFAULT 0,
     prompt_tokens INTEGER NOT NULL DEFAULT 0,
     completion_tokens INTEGER NOT NULL DEFAULT 0,
+    key TEXT,  -- of `submit --key`: no two jobs have the same
+    retry_of TEXT REFERENCES job (id) ON DELETE SET NULL,  -- whose failed rows it runs again
+    fingerprint TEXT,  -- of the model, and the numerics revision
     CHECK (total IS NULL OR num_ok + num_error <= total)
 ) STRICT;
 
 -- Serves claim_job: the oldest job that waits.
 CREATE INDEX job_waiting ON job (num) WHERE state IN ('queued', 'interrupted');
+
+-- Serves `submit --key`: the first of several at once wins.
+CREATE UNIQUE INDEX job_key ON job (key);
+
+-- Serves the search for a job's retries.
+CREATE INDEX job_retry ON job (retry_of) WHERE retry_of IS NOT NULL;
+
+-- The rows of a job that does not run its whole input. row_keys: packed (store.pack_keys).
+CREATE TABLE selection (
+    job_id TEXT PRIMARY KEY NOT NULL REFERENCES job (id) ON DELETE CASCADE,
+    num_rows INTEGER NOT NULL,
+    row_keys BLOB NOT NULL
+) STRICT;
 
 -- Published Parquet files. row_keys: the part's (row, sample) pairs, packed (store.pack_keys), so
 -- that finished rows stay known after the spool forgets them.

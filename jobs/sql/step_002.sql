@@ -1,0 +1,10 @@
+ALTER TABLE job ADD COLUMN key TEXT;
+ALTER TABLE job ADD COLUMN retry_of TEXT REFERENCES job (id) ON DELETE SET NULL;
+ALTER TABLE job ADD COLUMN fingerprint TEXT;
+CREATE UNIQUE INDEX job_key ON job (key);
+CREATE INDEX job_retry ON job (retry_of) WHERE retry_of IS NOT NULL;
+CREATE TABLE selection (
+    job_id TEXT PRIMARY KEY NOT NULL REFERENCES job (id) ON DELETE CASCADE,
+    num_rows INTEGER NOT NULL,
+    row_keys BLOB NOT NULL
+) STRICT;
