@@ -32,7 +32,9 @@ from kernels.quants import BlockTensor
 
 _KV_DTYPES: dict[KvType, np.dtype[Any]] = {"f32": np.dtype(np.float32), "f16": np.dtype(np.uint16)}
 _EMPTY = np.empty(0, np.float32)
-_TOKENS_TO_SPLIT = 16  # tokens per worker from which a product is split by tokens
+# A worker that takes tokens reads all weights, at 400 / tokens GB/s for 200 GFLOP/s; the memory
+# carries that for all workers where each has this many tokens, times the number of workers.
+_TOKENS_TO_SPLIT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,8 @@ class CpuOps:
         accumulate: bool = False,
     ) -> None:
         by_tokens = (
-            weight.layout == "f32-panels" and plan.num_tokens >= _TOKENS_TO_SPLIT * self.num_workers
+            weight.layout == "f32-panels"
+            and plan.num_tokens >= _TOKENS_TO_SPLIT * self.num_workers**2
         )
         self._product(
             worker, by_tokens, x, weight, out, _EMPTY if bias is None else bias, accumulate
