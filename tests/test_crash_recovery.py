@@ -15,8 +15,9 @@ import pyarrow as pa
 import pytest
 
 from jobs.control import runner_status
+from jobs.driver_process import clear_leftovers
 from jobs.home import HOME_VARIABLE, Home
-from jobs.processes import INSTANCE_VARIABLE, ProcessId, find_instance, kill_instance, read_leader
+from jobs.processes import INSTANCE_VARIABLE, ProcessId, find_instance, read_leader
 from jobs.records import Job
 from jobs.results import read_results
 from jobs.store import JobStore
@@ -71,8 +72,7 @@ class Crash:
         for child in self._children:
             child.kill()
             child.wait()
-        leader = read_leader(self.home.driver_path)
-        kill_instance(f"{self.home.key}-", [leader] if leader else [])
+        clear_leftovers(self.home)
 
 
 @pytest.fixture
