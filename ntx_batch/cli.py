@@ -68,7 +68,10 @@ def takes_job_options(command: Callable[..., None]) -> Callable[..., None]:
 def _job_arguments() -> list[inspect.Parameter]:
     def arguments(
         input: Annotated[
-            str, typer.Argument(help="Parquet file or folder of prompts.", show_default=False)
+            str,
+            typer.Argument(
+                help="Parquet, JSON lines or CSV: file, folder or pattern.", show_default=False
+            ),
         ],
         model: Annotated[
             str,

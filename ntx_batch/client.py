@@ -126,7 +126,7 @@ def submit(
 ) -> JobHandle:
     """Check a job, queue it, and make sure that a runner is there to run it.
 
-    input: Parquet file or folder
+    input: Parquet, JSON lines or CSV: a file, a folder, or a pattern
     model: GGUF file
     home: state folder; None takes $NTX_HOME, else the platform's
     say: gets each note about what was bound or is worth knowing
