@@ -46,6 +46,7 @@ __all__ = [
     "build_manifest",
     "check_unchanged",
     "count_rows",
+    "file_change",
     "read_schema",
 ]
 
@@ -209,19 +210,24 @@ def read_schema(manifest: Manifest) -> Schema:
 
 def check_unchanged(file: InputFile) -> None:
     """Raise DatasetError where a file is not what the manifest froze: gone, other size or time."""
+    change = file_change(file)
+    if change is not None:
+        raise DatasetError(f"input file {file.path} {change}; restore it, or submit a new job")
+
+
+def file_change(file: InputFile) -> str | None:
+    """How a file differs from what the manifest froze; None where it does not."""
     try:
         stat = os.stat(file.path)
     except OSError as error:
-        raise DatasetError(f"input file {file.path} cannot be read any more: {error}") from error
+        return f"cannot be read any more: {error}"
     for what, then, now in (
         ("size", f"{file.nbytes} bytes", f"{stat.st_size} bytes"),
         ("modification time", f"{file.mtime_ns} ns", f"{stat.st_mtime_ns} ns"),
     ):
         if then != now:
-            raise DatasetError(
-                f"input file {file.path} has changed since the job was submitted: its {what} was "
-                f"{then}, is {now}; restore it, or submit a new job"
-            )
+            return f"has changed since the job was submitted: its {what} was {then}, is {now}"
+    return None
 
 
 # ---- reading -----------------------------------------------------------------------------

@@ -12,15 +12,18 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from jobs.dataset import OnProgress, count_rows
 from jobs.id_counts import IdCounter
 from jobs.messages import BatchDone
 from jobs.publish import claim_folder
 from jobs.records import Job, JobError, JobState, Part, Shard
+from jobs.resume_check import check_unchanged_job, new_input_files
 from jobs.store import JobStore
 
 RECORD_INTERVAL_S = 2.0
+_EXCUSED = "errors_excused"  # in the job's record
 
 log = logging.getLogger("jobs.job_run")
 
@@ -54,20 +57,36 @@ class JobRun:
         self._recorded_at = 0.0
         self._num_done = job.num_ok + job.num_error
         self._num_ok = job.num_ok
+        self.total = job.total or 0
+        self._num_rows = self.total
+        self._selection: npt.NDArray[np.int64] | None = None
 
     # ---- before the first row ------------------------------------------------------------
 
     def open(self, on_progress: OnProgress = lambda _: None) -> None:
-        """Count the rows; finish what an earlier runner began to publish; show the schema.
+        """Look for changes since the submit; count the rows; finish what an earlier runner began.
 
-        on_progress: called now and then while rows are counted; may raise to stop that
+        on_progress: called now and then while the model is read and rows are counted; may raise
+            to stop that
+
+        Raises ChangedError: the input, the model or the program has changed.
         """
+        self._refuse_changes(on_progress)
         self._count_rows(on_progress)
         claim_folder(self.job.results_dir, self.job.id)
         for part, blobs in self._store.unfinished_parts(self.job.id):
             self._complete_part(part, blobs)
         if not self._store.parts(self.job.id):
             self._complete_part(*self._store.begin_part(self.job.id))
+
+    def _refuse_changes(self, on_progress: OnProgress) -> None:
+        job = self.job
+        found = check_unchanged_job(job, self._store.parts(job.id), on_progress)
+        if found != job.fingerprint:
+            self._store.set_fingerprint(job.id, found)
+            self.job = replace(job, fingerprint=found)
+        for path in new_input_files(job):
+            log.warning("job %s: %s came after the submit and is not read", job.id, path)
 
     def _count_rows(self, on_progress: OnProgress) -> None:
         job, limit = self.job, self.job.spec.limit
@@ -83,7 +102,9 @@ class JobRun:
             self._store.set_manifest(job.id, manifest)
             self.job = replace(job, manifest=manifest)
         assert manifest.num_rows is not None
-        self.total = manifest.num_rows if limit is None else min(manifest.num_rows, limit)
+        self._num_rows = manifest.num_rows if limit is None else min(manifest.num_rows, limit)
+        self._selection = self._store.selection(job.id)
+        self.total = self._num_rows if self._selection is None else len(self._selection)
         self._store.set_total(job.id, self.total)
         if ids is not None:
             self.note({"input": ids.facts()})
@@ -98,11 +119,33 @@ class JobRun:
 
     def shards(self) -> Iterator[Shard]:
         """What is still to run, in order, as row ranges."""
-        return plan_shards(
-            self.total,
-            self.job.spec.shard_rows,
-            lambda begin, end: self._store.done_rows(self.job.id, begin, end),
+        return plan_shards(self._num_rows, self.job.spec.shard_rows, self._settled_rows)
+
+    def _settled_rows(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Indices in [begin, end) of rows that are finished, or that the job does not have."""
+        done = self._store.done_rows(self.job.id, begin, end)
+        if self._selection is None:
+            return done
+        return np.union1d(done, np.setdiff1d(np.arange(begin, end), self._selection))
+
+    def too_many_errors(self) -> str | None:
+        """Why the job must pause by its own limit; None where it need not.
+
+        Rows that had failed when it last paused so count no more.
+        """
+        limit = error_limit(self.job.spec.max_errors, self.total)
+        num_error = self._num_done - self._num_ok
+        if limit is None or num_error - self._record.get(_EXCUSED, 0) <= limit:
+            return None
+        return (
+            f"{num_error} of {self._num_done} finished rows failed, --max-errors "
+            f"{self.job.spec.max_errors} allows {limit}; see them with `ntx-batch results "
+            f"{self.job.id} --errors`; `ntx-batch resume {self.job.id}` goes on and counts anew"
         )
+
+    def excuse_errors(self) -> None:
+        """Let the job go on after a pause by its own limit."""
+        self._record[_EXCUSED] = self._num_done - self._num_ok
 
     # ---- finished rows -------------------------------------------------------------------
 
@@ -176,12 +219,21 @@ class JobRun:
         self._store.commit_part(self.job.id, part.number)
 
 
+def error_limit(max_errors: str | None, total: int) -> int | None:
+    """The failed rows that a job of `total` rows may have: "10" is ten, "5%" a share of all."""
+    if max_errors is None:
+        return None
+    if max_errors.endswith("%"):
+        return int(total * float(max_errors[:-1]) / 100)
+    return int(max_errors)
+
+
 def plan_shards(
     total: int, shard_rows: int, done_rows: Callable[[int, int], np.ndarray]
 ) -> Iterator[Shard]:
     """Cut [0, total) into row ranges, leaving out those that are finished whole.
 
-    done_rows: finished row indices in [begin, end), ascending
+    done_rows: row indices in [begin, end) that are not to run, ascending
     """
     for number, begin in enumerate(range(0, total, shard_rows)):
         end = min(begin + shard_rows, total)

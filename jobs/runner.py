@@ -194,7 +194,7 @@ class Runner:
             while not run.is_complete:
                 self._beat()
                 request = self._store.job(run.job.id).request
-                if self._stop.is_set or request is not None:
+                if self._stop.is_set or request is not None or run.too_many_errors():
                     self._stop_job(dispatch, request)
                     return True
                 for event in self._driver.wait(EVENT_TIMEOUT_S, [self._stop.fileno()]):
@@ -230,9 +230,12 @@ class Runner:
                 run.stop("cancelled")
             case "pause":
                 run.stop("paused")
+            case None if reason := run.too_many_errors():
+                run.excuse_errors()
+                run.stop("paused", reason)
             case None:
                 run.stop("interrupted", "its runner was stopped")
-        log.info("job %s stopped: %s", run.job.id, request or "the runner ends")
+        log.info("job %s is %s", run.job.id, self._store.job(run.job.id).state)
 
 
 def check_job_environment(job: Job) -> None:
