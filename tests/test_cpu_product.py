@@ -189,6 +189,15 @@ def test_embedding_reads_rows_of_stacked_tensors(ops: CpuOps) -> None:
         assert np.array_equal(rows, values[ids])
 
 
+def test_a_token_id_outside_the_embedding_is_refused(ops: CpuOps) -> None:
+    weight = ops.pack([random_tensor(np.random.default_rng(9), "Q8_0", 40, 32)], expand=False)
+    plan, out = ops.plan(flat_batch(2), FLAT_SHAPE, 1), poisoned(2, 32)
+    for bad in (-1, 40):
+        ids = np.array([3, bad], np.int32)
+        with pytest.raises(KernelError, match="rows 0 to 39"):
+            ops.run(lambda w, ids=ids: ops.embed(w, plan, weight, ids, out))
+
+
 def test_read_only_bytes_are_taken(ops: CpuOps) -> None:
     tensor = random_tensor(np.random.default_rng(7), "Q4_0", 33, 64)
     x = np.ones((2, 64), np.float32)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -78,6 +80,22 @@ def test_an_error_releases_the_others_and_is_raised(failing: int) -> None:
         with pytest.raises(ValueError, match="bad row"):
             team.run(body)
     team.run(lambda worker: wait(team))  # the team works on
+    team.close()
+
+
+def test_an_interrupt_while_others_work_stops_them_and_is_raised() -> None:
+    team = Team(3)
+
+    def body(worker: int) -> None:
+        if worker == 1:
+            time.sleep(0.1)  # the caller is done by then and waits for the others
+            os.kill(os.getpid(), signal.SIGINT)
+        if worker == 2:
+            wait(team)
+
+    with pytest.raises(KeyboardInterrupt):
+        team.run(body)
+    team.run(lambda worker: wait(team))
     team.close()
 
 

@@ -161,12 +161,18 @@ class CpuOps:
     def embed(
         self, worker: int, plan: SweepPlan, weight: CpuMatrix, token_ids: Int32, out: Float32
     ) -> None:
+        if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < weight.num_outputs:
+            raise KernelError(
+                f"token ids from {token_ids.min()} to {token_ids.max()}, but the embedding has "
+                f"rows 0 to {weight.num_outputs - 1}"
+            )
         begin, end = plan.ranges[worker]
         product.gather_rows(begin, end, weight.parts, token_ids, out)
 
     def rms_norm(
         self, worker: int, plan: SweepPlan, x: Float32, weight: Float32, eps: float, out: Float32
     ) -> None:
+        assert x.shape == out.shape == (plan.num_tokens, len(weight)), (x.shape, out.shape)
         begin, end = plan.ranges[worker]
         pointwise.rms_norm(begin, end, x, weight, eps, out)
 
@@ -181,6 +187,8 @@ class CpuOps:
         bias: Float32 | None = None,
         accumulate: bool = False,
     ) -> None:
+        assert len(x) == plan.num_tokens, (x.shape, plan.num_tokens)
+        assert bias is None or len(bias) == weight.num_outputs, (bias.shape, weight.num_outputs)
         by_tokens = (
             weight.layout == "f32-panels"
             and plan.num_tokens >= _TOKENS_TO_SPLIT * self.num_workers**2
@@ -227,6 +235,7 @@ class CpuOps:
         layer: int,
         q: Float32,
     ) -> None:
+        assert len(qkv) == len(q) == plan.num_tokens, (qkv.shape, q.shape, plan.num_tokens)
         begin, end = plan.ranges[worker]
         pointwise.rope_store(
             begin,
@@ -280,6 +289,7 @@ class CpuOps:
         _check(done)
 
     def swiglu(self, worker: int, plan: SweepPlan, gate_up: Float32, out: Float32) -> None:
+        assert gate_up.shape == (plan.num_tokens, 2 * out.shape[1]), (gate_up.shape, out.shape)
         begin, end = plan.ranges[worker]
         pointwise.swiglu(begin, end, gate_up, out)
 

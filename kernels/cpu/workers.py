@@ -101,12 +101,14 @@ class Team:
 
     def _result(self) -> BaseException | None:
         """One worker's outcome; an interrupt stops the others first and is then the outcome."""
-        try:
-            return self._outbox.get()
-        except BaseException as interrupt:
-            break_barrier(self.barrier_state)
-            self._outbox.get()
-            return interrupt
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                outcome = self._outbox.get()
+                return interrupt or outcome
+            except BaseException as error:
+                break_barrier(self.barrier_state)
+                interrupt = error
 
     def close(self) -> None:
         """Stop the threads and wait for them. Idempotent; not called inside `run`."""
