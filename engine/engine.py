@@ -172,6 +172,22 @@ class Engine:
         self.totals.num_rows += len(finished)
         return finished
 
+    def rows_on_board(self) -> list[tuple[int, int]]:
+        """Row and sample index of each row that was admitted and has not ended."""
+        requests = (row.request for row in self._running.values())
+        return [(request.row_index, request.sample_index) for request in requests]
+
+    def cancel_row(self, row_index: int, sample_index: int, error: RowError) -> FinishedRow:
+        """End a row on board with an error, between two sweeps.
+
+        Raises KeyError: it is not on board.
+        """
+        for slot, row in self._running.items():
+            if (row.request.row_index, row.request.sample_index) == (row_index, sample_index):
+                self._leave(slot)
+                return row.fail(error)
+        raise KeyError(f"row {row_index} sample {sample_index} is not on board")
+
     def cancel_all(self) -> int:
         """Drop all rows, on board and waiting; returns how many."""
         dropped = len(self._running) + len(self._waiting) + len(self._rejected)

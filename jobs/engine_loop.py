@@ -30,6 +30,7 @@ from jobs.messages import (
     StartJob,
 )
 from jobs.records import JobError
+from jobs.row_clock import RowClock
 from jobs.row_source import RowSource
 
 FLUSH_INTERVAL_S = 1.0
@@ -116,7 +117,8 @@ class EngineLoop:
             phases["load_s"] = round(loaded - started, 3)
             phases["compile_s"] = round(time.monotonic() - loaded, 3)
         source = self._make_source(command, self._engine)
-        self._job = _RunningJob(command.attempt, self._engine, source)
+        clock = RowClock(command.spec.row_timeout_s)
+        self._job = _RunningJob(command.attempt, self._engine, source, clock)
         record = {**self._engine.record(), **phases}
         self._events.put(JobReady(command.attempt, record))
 
@@ -148,10 +150,11 @@ class EngineLoop:
 class _RunningJob:
     """One job inside the loop."""
 
-    def __init__(self, attempt: int, engine: Engine, source: RowSource) -> None:
+    def __init__(self, attempt: int, engine: Engine, source: RowSource, clock: RowClock) -> None:
         self.attempt = attempt
         self.engine = engine
         self.source = source
+        self._clock = clock
         self._base = asdict(engine.totals)
         self._first_admission_at: float | None = None
         self._flushed_at = time.monotonic()
@@ -180,6 +183,8 @@ class _RunningJob:
             self._first_admission_at = time.time()
         for row in self.engine.sweep():
             self.source.finish(row)
+        for (row_index, sample_index), error in self._clock.late_rows(self.engine.rows_on_board()):
+            self.source.finish(self.engine.cancel_row(row_index, sample_index, error))
 
     def is_flush_due(self) -> bool:
         """Once a second, or when much has come together; at once when the engine runs dry."""
