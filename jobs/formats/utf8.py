@@ -19,8 +19,14 @@ def repaired_column(column: pa.Array) -> tuple[pa.Array, list[int]]:
         column.validate(full=True)
         return column, []
     except pa.ArrowInvalid:
-        bad = [row for row, scalar in enumerate(column) if _is_bad(scalar)]
-    return (pa.concat_arrays(list(_pieces(column, bad))), bad) if bad else (column, [])
+        pass
+    plain = column.dictionary_decode() if types.is_dictionary(column.type) else column
+    bad = [row for row, scalar in enumerate(plain) if _is_bad(scalar)]
+    repaired = pa.concat_arrays(list(_pieces(plain, bad))) if bad else plain
+    # A dictionary is made anew: a bad entry may be in it for rows of another batch.
+    if plain is not column:
+        repaired = repaired.dictionary_encode().cast(column.type)
+    return repaired, bad
 
 
 def _is_bad(scalar: pa.Scalar) -> bool:
@@ -37,16 +43,14 @@ def _pieces(column: pa.Array, bad: list[int]) -> Iterator[pa.Array]:
     begin = 0
     for row in bad:
         yield column.slice(begin, row - begin)
-        yield repaired_cell(column, row).cast(column.type)
+        yield repaired_cell(column, row)
         begin = row + 1
     yield column.slice(begin)
 
 
 def repaired_cell(column: pa.Array, row: int) -> pa.Array:
-    """One row of a column, no dictionary any more, with bad bytes of its text replaced."""
+    """One row of a column that is no dictionary, with bad bytes of its text replaced."""
     cell = column.slice(row, 1)
-    if types.is_dictionary(cell.type):
-        cell = cell.dictionary_decode()
     (value,) = cell.cast(_as_bytes(cell.type)).to_pylist()
     return pa.array([_decoded(value, cell.type)], cell.type)
 
