@@ -7,24 +7,23 @@ shorter kills the process with SIGBUS, a read comes back short and can be report
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nvme.base import ReadError, ReadRequest
+from nvme.base import ReadError, ReadRequest, ReadStats
+from nvme.files import (
+    OpenFile,
+    after_close,
+    came_short,
+    check_request,
+    check_unchanged,
+    failed,
+    open_file,
+)
 
 MAX_TRANSFER_NBYTES = 1 << 30  # Linux reads at most 2 GiB - 4 KiB in one call
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenFile:
-    """A file as it was when the reader opened it."""
-
-    path: Path
-    fd: int
-    nbytes: int
-    mtime_ns: int
-    inode: int
 
 
 @dataclass(slots=True)
@@ -43,13 +42,16 @@ class MmapReader:
     alignment = 1
     max_transfer_nbytes = MAX_TRANSFER_NBYTES
     reaches_device = False
+    path_taken = "page cache"
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self.paths: Sequence[Path] = tuple(Path(path) for path in paths)
-        self._files: list[_OpenFile] = []
+        self._files: list[OpenFile] = []
+        self._nbytes = 0
+        self._busy_s = 0.0
         try:
             for path in self.paths:
-                self._files.append(_open(path))
+                self._files.append(open_file(path))
         except ReadError:
             self.close()
             raise
@@ -60,21 +62,31 @@ class MmapReader:
         Raises ReadError: a file changed since it was opened, or ends before a range does.
         """
         for file_idx in {request.file_idx for request in requests}:
-            _check_unchanged(self._file(file_idx))
+            check_unchanged(self._file(file_idx))
         for request in requests:
             file = self._file(request.file_idx)
-            if request.offset < 0 or request.offset + request.out.nbytes > file.nbytes:
-                raise _short(file, request, max(file.nbytes - request.offset, 0))
+            check_request(file, request)
             os.posix_fadvise(file.fd, request.offset, request.out.nbytes, os.POSIX_FADV_WILLNEED)
         return MmapTicket(list(requests))
+
+    def done(self, ticket: MmapTicket) -> bool:
+        """Always: the bytes are copied by the thread that waits."""
+        return True
 
     def wait(self, ticket: MmapTicket) -> None:
         """Copy the bytes of a ticket; a second wait does nothing. Raises ReadError."""
         requests, ticket.requests = ticket.requests, []
+        started = time.perf_counter()
         for request in requests:
             _fill(self._file(request.file_idx), request)
+            self._nbytes += request.out.nbytes
         for file_idx in {request.file_idx for request in requests}:
-            _check_unchanged(self._file(file_idx))
+            check_unchanged(self._file(file_idx))
+        self._busy_s += time.perf_counter() - started
+
+    def stats(self) -> ReadStats:
+        """Bytes copied and the time it took; readahead by the kernel is not seen."""
+        return ReadStats(nbytes_buffered=self._nbytes, busy_s=self._busy_s)
 
     def close(self) -> None:
         """Release the files. Idempotent."""
@@ -82,37 +94,13 @@ class MmapReader:
         for file in files:
             os.close(file.fd)
 
-    def _file(self, file_idx: int) -> _OpenFile:
+    def _file(self, file_idx: int) -> OpenFile:
         if not self._files:
-            raise ReadError(f"read of {self.paths[file_idx]} after the reader was closed")
+            raise after_close(self.paths[file_idx])
         return self._files[file_idx]
 
 
-def _open(path: Path) -> _OpenFile:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ReadError(f"{path}: cannot be opened: {error.strerror}") from error
-    status = os.fstat(fd)
-    return _OpenFile(path, fd, status.st_size, status.st_mtime_ns, status.st_ino)
-
-
-def _check_unchanged(file: _OpenFile) -> None:
-    """Compare what lies at the path, so that a file put in its place is noticed too."""
-    then = (file.nbytes, file.mtime_ns, file.inode)
-    try:
-        status = os.stat(file.path)
-    except OSError as error:
-        raise ReadError(f"{file.path}: gone since it was opened: {error.strerror}") from error
-    now = (status.st_size, status.st_mtime_ns, status.st_ino)
-    if now != then:
-        raise ReadError(
-            f"{file.path}: changed since it was opened: (bytes, mtime in ns, inode) were {then}, "
-            f"are {now}; leave model files alone while they are read"
-        )
-
-
-def _fill(file: _OpenFile, request: ReadRequest) -> None:
+def _fill(file: OpenFile, request: ReadRequest) -> None:
     view = request.out.data
     done = 0
     while done < len(view):
@@ -120,18 +108,7 @@ def _fill(file: _OpenFile, request: ReadRequest) -> None:
             piece = view[done : done + MAX_TRANSFER_NBYTES]
             got = os.preadv(file.fd, [piece], request.offset + done)
         except OSError as error:
-            raise _failed(file, request, done, error.strerror or str(error)) from error
+            raise failed(file, request, done, error.strerror or str(error)) from error
         if got == 0:
-            raise _short(file, request, done)
+            raise came_short(file, request, done)
         done += got
-
-
-def _short(file: _OpenFile, request: ReadRequest, got: int) -> ReadError:
-    return _failed(file, request, got, "the file ends")
-
-
-def _failed(file: _OpenFile, request: ReadRequest, got: int, why: str) -> ReadError:
-    return ReadError(
-        f"{file.path}: wanted {request.out.nbytes} bytes at offset {request.offset}, "
-        f"got {got}: {why}"
-    )
