@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -149,6 +149,20 @@ def _read_holder(fd: int) -> RunnerStatus:
         pass
     # It has the lock and has not yet written who it is.
     return RunnerStatus("running")
+
+
+@contextlib.contextmanager
+def runner_kept_away(home: Home) -> Iterator[bool]:
+    """Yields whether a runner was here and is gone; within it, none can start."""
+    try:
+        fd = os.open(home.lock_path, os.O_RDONLY)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        yield _try_lock(fd, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
 
 
 def ensure_runner(home: Home, *, idle_exit_s: float | None = None) -> RunnerStatus:

@@ -28,12 +28,18 @@ _TITLES = {
 }
 
 
-def read_fingerprint(model: str | Path) -> Fingerprint:
-    """What is known without reading a tensor.
-
-    Raises GgufError: the model cannot be read.
-    """
-    return _header_fingerprint(GgufFile.open(model))
+def read_fingerprint(file: GgufFile) -> Fingerprint:
+    """What is known without reading a tensor. Raises OSError: the model cannot be read."""
+    sizes = tuple(path.stat().st_size for path in file.paths)
+    ends = list(sizes)
+    for tensor in file.tensors.values():
+        ends[tensor.file_idx] = min(ends[tensor.file_idx], tensor.offset)
+    headers = ((path, 0, end) for path, end in zip(file.paths, ends, strict=True))
+    return Fingerprint(
+        model_nbytes=sizes,
+        header_sha256=_hash(headers, lambda _: None),
+        numerics_revision=NUMERICS_REVISION,
+    )
 
 
 def read_full_fingerprint(
@@ -44,12 +50,12 @@ def read_full_fingerprint(
     verify: hash all bytes of the model too
     on_progress: called with the bytes read so far; may raise to stop it
 
-    Raises GgufError: the model cannot be read.
+    Raises GgufError, OSError: the model cannot be read.
     """
     file = GgufFile.open(model)
     whole = ((path, 0, path.stat().st_size) for path in file.paths)
     return replace(
-        _header_fingerprint(file),
+        read_fingerprint(file),
         samples_sha256=_hash(_samples(file), on_progress),
         full_sha256=_hash(whole, on_progress) if verify else None,
     )
@@ -74,19 +80,6 @@ def _shown(value: object) -> str:
 # ---- hashes ------------------------------------------------------------------------------
 
 Extent = tuple[Path, int, int]  # file, offset, bytes
-
-
-def _header_fingerprint(file: GgufFile) -> Fingerprint:
-    sizes = tuple(path.stat().st_size for path in file.paths)
-    ends = list(sizes)
-    for tensor in file.tensors.values():
-        ends[tensor.file_idx] = min(ends[tensor.file_idx], tensor.offset)
-    headers = ((path, 0, end) for path, end in zip(file.paths, ends, strict=True))
-    return Fingerprint(
-        model_nbytes=sizes,
-        header_sha256=_hash(headers, lambda _: None),
-        numerics_revision=NUMERICS_REVISION,
-    )
 
 
 def _samples(file: GgufFile) -> Iterator[Extent]:

@@ -72,6 +72,16 @@ def check_part(path: Path, job: Job, part: Part) -> None:
             )
 
 
+def part_owner(path: Path) -> str | None:
+    """The job that a file is a part of, by its footer; None where it is no part of ours."""
+    try:
+        footer = pq.read_metadata(path).metadata or {}
+    except (OSError, pa.ArrowException):
+        return None
+    owner = footer.get(b"ntx_batch.job")
+    return None if owner is None else str(owner, "utf-8", "replace")
+
+
 def claim_folder(folder: str | Path, job_id: str | None = None) -> None:
     """Make sure that a results folder is there and holds nothing but parts of this job.
 

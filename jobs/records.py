@@ -336,7 +336,8 @@ class FinishedRows:
     parts: committed ones
     blobs: Arrow IPC streams of the rows in no committed part
     selection: indices of the job's rows, ascending, where it does not run its whole input
-    retries: of the job, and theirs, in the order of submission; those hold no retries of their own
+    retries: of the job, and theirs, in the order of submission, as far as they have begun; those
+        hold no retries of their own
     """
 
     job: Job

@@ -254,6 +254,8 @@ class _Source:
 class Results:
     """The finished rows of a job at one instant, read window by window of the input's order.
 
+    A failed row that a retry finished is shown as the retry has it.
+
     window_rows: input rows of one table that comes out
     schema: of every such table
 
@@ -262,7 +264,9 @@ class Results:
 
     def __init__(self, finished: FinishedRows, *, window_rows: int = WINDOW_ROWS) -> None:
         self._job = finished.job
+        self._selection = finished.selection
         self._window_rows = window_rows
+        self._cached: dict[int, Table] = {}
         prefix = finished.job.spec.output_prefix
         self._row_column, self._sample_column = prefix + "row_index", prefix + "sample_index"
         self._status_column = prefix + "status"
@@ -270,18 +274,18 @@ class Results:
         self._sources = [
             source for part in finished.parts for source in self._part_sources(part)
         ] + [source for blob in finished.blobs for source in self._blob_sources(blob)]
+        self._retries = [Results(retry, window_rows=window_rows) for retry in finished.retries]
 
     def tables(self, *, errors: bool = False) -> Iterator[Table]:
         """Tables in input order, each of one window of input rows, none of them empty.
 
         errors: failed rows only
         """
-        cached: dict[int, Table] = {}
         for begin in range(0, self._end(), self._window_rows):
             end = begin + self._window_rows
-            table = self._window(begin, end, cached)
-            for idx in [idx for idx in cached if self._sources[idx].last_row < end]:
-                del cached[idx]
+            table = self._window(begin, end)
+            for retry in self._retries:
+                table = self._with_retried(table, retry._window(begin, end), begin)
             if errors:
                 table = table.filter(pc.equal(table.column(self._status_column), "error"))
             if table.num_rows:
@@ -290,10 +294,19 @@ class Results:
     def _end(self) -> int:
         last = max((source.last_row for source in self._sources), default=-1)
         planned = self._job.total or 0
+        if self._selection is not None and len(self._selection):
+            planned = int(self._selection[-1]) + 1
         return max(last + 1, planned if self._job.state == "cancelled" else 0)
 
-    def _window(self, begin: int, end: int, cached: dict[int, Table]) -> Table:
-        """Rows [begin, end), sorted."""
+    def _planned_rows(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """The job's rows in [begin, end), finished or not."""
+        if self._selection is None:
+            return np.arange(begin, min(end, self._job.total or 0))
+        return self._selection[(self._selection >= begin) & (self._selection < end)]
+
+    def _window(self, begin: int, end: int) -> Table:
+        """Rows [begin, end), sorted. Windows are asked for in order."""
+        cached = self._cached
         pieces = [self.schema.empty_table()]
         for idx, source in enumerate(self._sources):
             if source.first_row < end and source.last_row >= begin:
@@ -303,10 +316,29 @@ class Results:
                 pieces.append(cached[idx].filter(pa.array((rows >= begin) & (rows < end))))
         table = pa.concat_tables(pieces)
         if self._job.state == "cancelled":
-            left = np.setdiff1d(
-                np.arange(begin, min(end, self._job.total or 0)), self._row_indices(table)
-            )
+            left = np.setdiff1d(self._planned_rows(begin, end), self._row_indices(table))
             table = pa.concat_tables([table, self._cancelled(left)])
+        for idx in [idx for idx in cached if self._sources[idx].last_row < end]:
+            del cached[idx]
+        return self._sorted(table)
+
+    def _with_retried(self, table: Table, retried: Table, begin: int) -> Table:
+        """The rows of a window, those replaced that failed here and are ok in a retry."""
+        better = retried.filter(pc.equal(retried.column(self._status_column), "ok"))
+        failed = table.filter(pc.equal(table.column(self._status_column), "error"))
+        taken = np.intersect1d(self._keys(failed, begin), self._keys(better, begin))
+        if not len(taken):
+            return table
+        kept = table.filter(pa.array(~np.isin(self._keys(table, begin), taken)))
+        better = better.filter(pa.array(np.isin(self._keys(better, begin), taken)))
+        return self._sorted(pa.concat_tables([kept, self._conform(better)]))
+
+    def _keys(self, table: Table, begin: int) -> npt.NDArray[np.int64]:
+        """Row and sample of a window's rows as one number."""
+        samples: npt.NDArray[np.int64] = table.column(self._sample_column).to_numpy()
+        return (self._row_indices(table) - begin) << 32 | samples
+
+    def _sorted(self, table: Table) -> Table:
         if not table.num_rows:
             return table
         keys = [(self._row_column, "ascending"), (self._sample_column, "ascending")]

@@ -361,8 +361,9 @@ class JobStore:
     def finished(self, job_id: str) -> FinishedRows:
         """The job and its retries, and where their finished rows are, as of one instant."""
         with self._db.snapshot():
-            retries = tuple(self._finished(job) for job in self.retries(job_id))
-            return replace(self._finished(self.job(job_id)), retries=retries)
+            retries = [self._finished(job) for job in self.retries(job_id)]
+            begun = tuple(retry for retry in retries if retry.parts or retry.blobs)
+            return replace(self._finished(self.job(job_id)), retries=begun)
 
     # The runner
 

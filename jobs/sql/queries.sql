@@ -90,7 +90,10 @@ RETURNING id;
 -- set_request --
 -- Ask the runner to pause or cancel a running job; a waiting one changes at once.
 UPDATE job
-SET request = iif(state = 'running', :request, NULL),
+SET request = CASE WHEN state != 'running' THEN NULL
+        WHEN request = 'cancel' THEN request  -- a pause after it takes nothing back
+        ELSE :request
+    END,
     finished_at = iif(state != 'running' AND :request = 'cancel', :now, finished_at),
     state = CASE
         WHEN state = 'running' THEN state
