@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from engine import EngineError
-from jobs.records import JobError, JobNotFoundError, RunnerError, SpecError
+from jobs.records import ChangedError, JobError, JobNotFoundError, RunnerError, SpecError
 from ntx_batch import __version__, client, render
 from ntx_batch.options import OPTIONS
 from ntx_batch.status import status_record
@@ -51,9 +51,7 @@ def takes_job_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
         options = {parameter.name: values.pop(parameter.name) for parameter in shared}
-        command(
-            {name: value for name, value in options.items() if value not in (None, [])}, **values
-        )
+        command({name: value for name, value in options.items() if not _is_absent(value)}, **values)
 
     parameters = [*shared, *(parameter for parameter in own if parameter.name != "options")]
     parameters = [
@@ -65,20 +63,29 @@ def takes_job_options(command: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
+def _is_absent(value: Any) -> bool:
+    return value is None or value is False or value == []
+
+
 def _job_arguments() -> list[inspect.Parameter]:
     def arguments(
         input: Annotated[
             str,
             typer.Argument(
-                help="Parquet, JSON lines or CSV: file, folder or pattern.", show_default=False
+                help="Parquet, JSON lines or CSV: file, folder, pattern; or a job file, JOB.toml.",
+                show_default=False,
             ),
         ],
         model: Annotated[
-            str,
+            str | None,
             typer.Option(
-                "--model", "-m", metavar="FILE", help="GGUF file; of a split one, the first shard."
+                "--model",
+                "-m",
+                metavar="FILE",
+                help="GGUF file; of a split one, the first shard. A job file may name it.",
+                show_default=False,
             ),
-        ],
+        ] = None,
         output: Annotated[
             str | None,
             typer.Option(
@@ -253,6 +260,67 @@ def results(
 
 
 @app.command()
+def cancel(job: JobId) -> None:
+    """End a job for good; its finished rows are kept. A running one ends after its sweep.
+
+    Example: ntx-batch cancel d254e
+    """
+    render.note(client.job(job).cancel())
+
+
+@app.command()
+def pause(job: JobId) -> None:
+    """Make a job wait for `resume`; its finished rows are kept.
+
+    Example: ntx-batch pause d254e
+    """
+    render.note(client.job(job).pause())
+
+
+@app.command()
+def resume(job: JobId) -> None:
+    """Go on with a paused, cancelled or failed job: its unfinished rows only.
+
+    Refused where its input, its model or the program has changed; the differences are listed.
+
+    Example: ntx-batch resume d254e
+    """
+    render.note(client.job(job).resume())
+
+
+@app.command()
+def retry(
+    job: JobId,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Stay until the retry is over, and show progress.")
+    ] = False,
+) -> None:
+    """Run a job's failed rows again, as a new job whose id it prints.
+
+    `results` of the first job shows the rows that succeeded now.
+
+    Example: ntx-batch retry d254e --wait
+    """
+    again = client.job(job).retry()
+    typer.echo(again.id)
+    sys.stdout.flush()
+    if wait:
+        _wait(again)
+    render.note(f"{again.snapshot().total} rows queued; follow with: ntx-batch watch {again.id}")
+
+
+@app.command()
+def rm(job: JobId) -> None:
+    """Forget a job, and delete its log and results. Never touches a folder named with -o.
+
+    A retry takes the rows that it brought out of the first job's results.
+
+    Example: ntx-batch rm d254e
+    """
+    render.note(client.job(job).remove())
+
+
+@app.command()
 def logs(job: JobId) -> None:
     """Print what the runner logged about a job.
 
@@ -355,7 +423,7 @@ def _wait(
 
 def _interrupted(job: client.JobHandle, *, stop: bool) -> NoReturn:
     if stop:
-        job.stop()
+        job.pause()
         render.note(f"job {job.id} stopped; its finished rows are kept")
     else:
         render.note(f"job {job.id} goes on; see it with: ntx-batch watch {job.id}")
@@ -373,7 +441,7 @@ def main(args: list[str] | None = None) -> NoReturn:
         app(args=args, prog_name="ntx-batch")
     except (JobError, EngineError, OSError) as error:
         render.error(str(error))
-        usage = isinstance(error, (SpecError, JobNotFoundError))
+        usage = isinstance(error, (SpecError, JobNotFoundError, ChangedError))
         sys.exit(EXIT_USAGE if usage else EXIT_FAILED)
     sys.exit(0)
 

@@ -20,12 +20,11 @@ from jobs import control
 from jobs.home import Home
 from jobs.records import FinishedRows, Job, JobNotFoundError, RunnerError
 from jobs.store import JobStore
-from ntx_batch.spec import build_spec
+from ntx_batch import actions
 from ntx_batch.status import status_record
 
 POLL_INTERVAL_S = 0.2
 RUNNER_GRACE_S = 10.0  # a waiting command gives up when no runner was there for this long
-STOP_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class JobHandle:
     def snapshot(self) -> Job:
         """The job as the store has it now."""
         with JobStore(self.home.state_path) as store:
-            return store.job(self.id)
+            return actions.current_job(store, self.home, self.id)
 
     def status(self) -> dict[str, Any]:
         """What `ntx-batch status --json` prints: counts, rates, times, exit code."""
@@ -75,11 +74,34 @@ class JobHandle:
         assert last.exit_code is not None
         return last.exit_code
 
-    def stop(self) -> None:
-        """Pause the job: rows on board are dropped, finished ones kept. Does nothing when over."""
-        with JobStore(self.home.state_path) as store:
-            store.set_request(self.id, "pause")
-        self.wait(STOP_TIMEOUT_S)
+    def cancel(self) -> str:
+        """End the job; finished rows are kept. Says what it did; done twice, it does no harm."""
+        return actions.cancel(self.home, self.id)
+
+    def pause(self) -> str:
+        """Make the job wait for `resume`; finished rows are kept. Says what it did."""
+        return actions.pause(self.home, self.id)
+
+    def resume(self) -> str:
+        """Put a paused, cancelled or failed job back into the queue. Says what it did.
+
+        Raises ChangedError: its input, its model or the program has changed.
+        """
+        return actions.resume(self.home, self.id)
+
+    def retry(self) -> JobHandle:
+        """A new job of the failed rows; `results` of this one shows what it brings.
+
+        Raises SpecError: no row has failed, or the job is not over.
+        """
+        return JobHandle(actions.retry(self.home, self.id).id, self.home)
+
+    def remove(self) -> str:
+        """Forget the job and delete its results, unless `output` named their folder.
+
+        Raises StoreError: it is running.
+        """
+        return actions.remove(self.home, self.id)
 
     def results(self, *, errors: bool = False, head: int | None = None) -> Any:
         """A pyarrow.Table of the rows finished so far, in input order.
@@ -119,15 +141,19 @@ class JobHandle:
 def submit(
     input: str | Path,
     *,
-    model: str | Path,
+    model: str | Path | None = None,
+    key: str | None = None,
+    overwrite: bool = False,
     home: str | Path | None = None,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> JobHandle:
     """Check a job, queue it, and make sure that a runner is there to run it.
 
     input: Parquet, JSON lines or CSV: a file, a folder, or a pattern
     model: GGUF file
+    key: where a job was submitted with this key before, that one is returned and none is queued
+    overwrite: remove the parts of other jobs, and nothing else, from the folder `output`
     home: state folder; None takes $NTX_HOME, else the platform's
     say: gets each note about what was bound or is worth knowing
     options: those of `ntx-batch submit`, dashes as underscores: max_tokens, chat, kv_memory, ...
@@ -135,30 +161,26 @@ def submit(
     Raises SpecError, DatasetError, ResultsError, EngineError: the job cannot run as asked.
     Raises RunnerError: no runner could be started; the job waits for one.
     """
-    from ntx_batch.preflight import check_job
+    from ntx_batch.submission import queue_job, read_submission
 
-    spec = build_spec(input, model=model, **options)
-    checked = check_job(spec)
-    if say is not None:
-        for note in checked.notes:
-            say(note)
+    given = {"model": model, "key": key, "overwrite": overwrite or None, **options}
+    submission = read_submission(input, given)
     place = Home.open(home)
     control.check_environment(control.runner_status(place), os.environ)
     with JobStore(place.state_path) as store:
-        job = store.create_job(
-            spec, checked.manifest, control.environment_of(os.environ), spec.output
-        )
-    control.ensure_runner(place)
+        job = queue_job(store, submission, say)
+    if job.exit_code is None:
+        control.ensure_runner(place)
     return JobHandle(job.id, place)
 
 
-def run(input: str | Path, *, model: str | Path, **options: Any) -> JobHandle:
+def run(input: str | Path, **options: Any) -> JobHandle:
     """Submit a job and wait for it; an interrupt pauses it. Takes what `submit` takes."""
-    job = submit(input, model=model, **options)
+    job = submit(input, **options)
     try:
         job.wait()
     except KeyboardInterrupt:
-        job.stop()
+        job.pause()
         raise
     return job
 

@@ -26,6 +26,11 @@ class Option:
 
 
 OPTIONS: dict[str, tuple[Option, ...]] = {
+    "Job": (
+        Option("key", str, "K", "If a job has this key already, name that one and queue none."),
+        Option("overwrite", bool, None, "Remove other jobs' parts, nothing else, from -o."),
+        Option("verify", bool, None, "Know the model again by all its bytes, not by samples."),
+    ),
     "Prompt": (
         Option("prompt_column", str, "C", "Column of raw prompt text.", "prompt"),
         Option("messages_column", str, "C", "Column of role/content messages.", "messages"),
@@ -43,6 +48,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
     "Rows": (
         Option("limit", int, "N", "Run the first N rows only."),
+        Option("max_errors", str, "N|P%", "Pause when more rows than this have failed."),
+        Option("row_timeout", float, "S", "A row longer on board than S seconds is an error row."),
         Option("encoding", str, "NAME", "Encoding of CSV files, such as cp1252.", "utf-8"),
         Option("delimiter", str, "C", "Delimiter of CSV files; tab is a word.", "found"),
         Option(

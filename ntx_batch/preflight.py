@@ -16,23 +16,33 @@ from engine.pretokenizers import find_pre_tokenizer
 from engine.requests import RowError, TokenizerError
 from jobs.columns import bind_columns
 from jobs.dataset import SAMPLE_NBYTES, build_manifest, read_schema
+from jobs.fingerprint import read_fingerprint
 from jobs.formats.csv_file import name_of
+from jobs.output_folder import OwnFile, find_own_files, refuse_input_place
 from jobs.publish import claim_folder
-from jobs.records import Binding, JobSpec, Manifest, SpecError
+from jobs.records import Binding, Fingerprint, JobSpec, Manifest, SpecError
 
 TOKENIZER_KINDS = ("llama", "gpt2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """A job that can be queued. notes: what was bound, and what its owner may want to know."""
+    """A job that can be queued.
+
+    notes: what was bound, and what its owner may want to know
+    overwrites: files in the results folder that are to be removed
+    """
 
     manifest: Manifest
     notes: tuple[str, ...]
+    fingerprint: Fingerprint
+    overwrites: tuple[OwnFile, ...] = ()
 
 
-def check_job(spec: JobSpec) -> Checked:
+def check_job(spec: JobSpec, *, overwrite: bool = False) -> Checked:
     """Check a spec against its model and its input.
+
+    overwrite: parts of other jobs may be in the results folder
 
     Raises SpecError, DatasetError, ResultsError, EngineError: what does not fit, with what to do.
     """
@@ -40,11 +50,30 @@ def check_job(spec: JobSpec) -> Checked:
     _check_model(spec, file)
     _check_tokenizer(spec, file)
     manifest, binding = _check_input(spec)
-    if spec.output is not None:
-        claim_folder(spec.output)
+    overwrites = _check_output(spec, manifest, overwrite=overwrite)
     _check_templates(spec, file, uses_chat=spec.chat or binding.source == "messages")
     notes = (*_input_notes(spec, manifest, binding), *_chat_notes(spec, file, binding))
-    return Checked(manifest=manifest, notes=notes)
+    if overwrites:
+        notes += (f"{len(overwrites)} parts of other jobs in {spec.output} will be removed",)
+    return Checked(
+        manifest=manifest,
+        notes=notes,
+        fingerprint=read_fingerprint(file),
+        overwrites=tuple(overwrites),
+    )
+
+
+def _check_output(spec: JobSpec, manifest: Manifest, *, overwrite: bool) -> list[OwnFile]:
+    """What is to be removed from the results folder."""
+    if spec.output is None:
+        if overwrite:
+            raise SpecError("overwrite is for a results folder: name one with output")
+        return []
+    refuse_input_place(spec.output, manifest, spec.input)
+    if overwrite:
+        return find_own_files(spec.output)
+    claim_folder(spec.output)
+    return []
 
 
 def _check_input(spec: JobSpec) -> tuple[Manifest, Binding]:

@@ -110,6 +110,8 @@ def print_status(job: Job, now: float) -> None:
         {
             "job": job.id,
             "state": job.state if job.reason is None else f"{job.state}: {job.reason}",
+            **({"retries": job.retry_of} if job.retry_of else {}),
+            **({"key": job.key} if job.key else {}),
             "rows": _counts(job),
             "speed": _speed(job, now),
             "time left": duration(rates.eta_s),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -43,6 +44,9 @@ JOB_OPTIONS = (
     "limit",
     "truncate",
     "seed",
+    "max_errors",
+    "row_timeout",
+    "verify",
     "device",
 )
 KNOWN_OPTIONS = (*JOB_OPTIONS, *ENGINE_OPTIONS, *SAMPLING_OPTIONS)
@@ -74,6 +78,8 @@ def build_spec(input: str | Path, *, model: str | Path, **options: Any) -> JobSp
     given = {name: _parse(name, value) for name, value in options.items() if value is not None}
     engine = {ENGINE_OPTIONS[name]: given.pop(name) for name in ENGINE_OPTIONS if name in given}
     params = {name: given.pop(name) for name in SAMPLING_OPTIONS if name in given}
+    if "row_timeout" in given:
+        given["row_timeout_s"] = given.pop("row_timeout")
     spec = JobSpec(
         input=os.path.abspath(input),
         model=os.path.abspath(model),
@@ -155,6 +161,23 @@ def _seed(name: str, value: Any) -> int:
     return number
 
 
+def _max_errors(name: str, value: Any) -> str:
+    """A number of rows, or a share of them such as 5%."""
+    text = str(value).strip()
+    if re.fullmatch(r"\d+", text):
+        return text
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
+    if share is None or float(share[1]) > 100:
+        raise SpecError(f"{name} is a number of rows like 10, or a share like 5%, not {value!r}")
+    return f"{share[1]}%"
+
+
+def _seconds(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise SpecError(f"{name} is more than 0 seconds, not {value!r}")
+    return float(value)
+
+
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise SpecError(f"{name} is true or false, not {value!r}")
@@ -231,6 +254,9 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "output_prefix": _text,
     "limit": _count,
     "seed": _seed,
+    "max_errors": _max_errors,
+    "row_timeout": _seconds,
+    "verify": _flag,
     "kv_memory": _nbytes,
     "sweep_tokens": _count,
     "threads": _count,

@@ -78,6 +78,8 @@ def status_record(job: Job, now: float) -> dict[str, Any]:
         "prompt_tokens": job.prompt_tokens,
         "completion_tokens": job.completion_tokens,
         "attempt": job.attempt,
+        "key": job.key,
+        "retry_of": job.retry_of,
         "input": job.spec.input,
         "model": job.spec.model,
         "results": job.results_dir,

@@ -34,7 +34,7 @@ from tests.golden import GOLDEN
 from tests.job_factories import bad_row, finish_rows, ok_row
 from tests.runner_helpers import make_home
 
-LATER = ("cancel", "pause", "resume", "retry", "rm", "plan", "schedule", "doctor")
+LATER = ("plan", "schedule", "doctor")
 STATUS_KEYS = {
     "job",
     "state",
@@ -51,6 +51,8 @@ STATUS_KEYS = {
     "started_at",
     "finished_at",
     "reason",
+    "key",
+    "retry_of",
 }
 
 Command = Callable[..., Ran]

@@ -1,0 +1,165 @@
+"""What people do to a job that is there: each says what it did, and may be said twice."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Literal
+
+from jobs import control
+from jobs.home import Home
+from jobs.records import FINAL_STATES, Job, JobRequest, JobState, StoreError
+from jobs.store import JobStore
+
+STOP_TIMEOUT_S = 30.0
+POLL_INTERVAL_S = 0.05
+_DONE: dict[JobRequest, JobState] = {"cancel": "cancelled", "pause": "paused"}
+
+
+def current_job(store: JobStore, home: Home, job_id: str) -> Job:
+    """The job as it is; one whose runner was killed is interrupted, which nobody has noted yet."""
+    job = store.job(job_id)
+    if job.state == "running":
+        with control.runner_kept_away(home) as away:
+            if away:
+                store.mark_interrupted()
+                job = store.job(job_id)
+    return job
+
+
+def cancel(home: Home, job_id: str) -> str:
+    """End a job for good; its finished rows are kept. A running one ends after its sweep."""
+    return _stop(home, job_id, "cancel")
+
+
+def pause(home: Home, job_id: str) -> str:
+    """Make a job wait for `resume`; its finished rows are kept."""
+    return _stop(home, job_id, "pause")
+
+
+def _stop(home: Home, job_id: str, request: JobRequest) -> str:
+    wanted = _DONE[request]
+    with JobStore(home.state_path) as store:
+        before = current_job(store, home, job_id)
+        if before.state == wanted:
+            return f"job {job_id} was already {wanted}"
+        if before.state in FINAL_STATES:
+            return f"job {job_id} had already {_past(before.state)}"
+        after = _ask(store, home, job_id, request)
+    if after.state == wanted:
+        return f"job {job_id} {wanted}; its {_rows(after)} kept"
+    if after.state in FINAL_STATES:
+        return f"job {job_id} {_past(after.state)} before it could be {wanted}"
+    return f"job {job_id} will be {wanted} when its sweep ends, which takes long"
+
+
+def _ask(store: JobStore, home: Home, job_id: str, request: JobRequest) -> Job:
+    """Wait until the runner has done as asked, or the job has ended otherwise."""
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while True:
+        job = current_job(store, home, job_id)
+        if job.state in (_DONE[request], *FINAL_STATES) or time.monotonic() > deadline:
+            return job
+        if job.request != request:
+            store.set_request(job_id, request)
+        else:
+            time.sleep(POLL_INTERVAL_S)
+
+
+def _past(state: Literal["completed", "failed", "cancelled"] | str) -> str:
+    return "been cancelled" if state == "cancelled" else state
+
+
+def _rows(job: Job) -> str:
+    finished = job.num_ok + job.num_error
+    return "1 finished row is" if finished == 1 else f"{finished} finished rows are"
+
+
+def resume(home: Home, job_id: str) -> str:
+    """Put a paused, cancelled or failed job back into the queue, and start a runner.
+
+    Raises ChangedError: its input, its model or the program has changed.
+    Raises RunnerError: no runner could be started; the job waits for one.
+    """
+    with JobStore(home.state_path) as store:
+        job = _settled(store, home, job_id)
+        said = _why_not(job)
+        if said is None:
+            said = _queue_again(store, home, job)
+    if job.state != "completed":
+        control.ensure_runner(home)
+    return said
+
+
+def _settled(store: JobStore, home: Home, job_id: str) -> Job:
+    """The job, once what was asked of its runner is done."""
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while (job := current_job(store, home, job_id)).request and time.monotonic() < deadline:
+        time.sleep(POLL_INTERVAL_S)
+    return job
+
+
+def _why_not(job: Job) -> str | None:
+    match job.state:
+        case "completed":
+            hint = f"; `ntx-batch retry {job.id}` runs failed rows again" if job.num_error else ""
+            return f"job {job.id} had already completed{hint}"
+        case "queued" | "running":
+            return f"job {job.id} was already {job.state}"
+        case "interrupted":
+            return f"job {job.id} was interrupted, and goes on by itself"
+    if job.total and job.num_ok + job.num_error == job.total:
+        return (
+            f"job {job.id} has finished all its rows; `ntx-batch retry {job.id}` runs the failed "
+            "ones again"
+        )
+    return None
+
+
+def _queue_again(store: JobStore, home: Home, job: Job) -> str:
+    from jobs.resume_check import check_unchanged_job, new_input_files
+
+    check_unchanged_job(job, store.parts(job.id))
+    control.check_environment(control.runner_status(home), os.environ)
+    try:
+        store.set_state(job.id, "queued")
+    except StoreError:
+        if store.job(job.id).state == job.state:
+            raise
+        return f"job {job.id} was already {store.job(job.id).state}"
+    lines = [f"job {job.id} is queued again; its {_rows(job)} kept"]
+    lines += [f"{path} came after the submit and is not read" for path in new_input_files(job)]
+    return "\n".join(lines)
+
+
+def retry(home: Home, job_id: str) -> Job:
+    """Queue a job of the failed rows, and start a runner. The new job.
+
+    Raises SpecError: there are none, or the job or a retry of it is not over.
+    Raises RunnerError: no runner could be started; the new job waits for one.
+    """
+    from jobs.retry import create_retry
+
+    control.check_environment(control.runner_status(home), os.environ)
+    with JobStore(home.state_path) as store:
+        current_job(store, home, job_id)
+        job = create_retry(store, job_id, control.environment_of(os.environ))
+    control.ensure_runner(home)
+    return job
+
+
+def remove(home: Home, job_id: str) -> str:
+    """Forget a job, and delete its log and its results, unless those are in a folder of `-o`.
+
+    Raises StoreError: it is running.
+    """
+    with JobStore(home.state_path) as store:
+        job = current_job(store, home, job_id)
+        store.remove_job(job_id)
+    folder = home.job_dir(job_id)
+    shutil.rmtree(folder, ignore_errors=True)
+    if Path(job.results_dir).is_relative_to(folder):
+        return f"job {job_id} removed with its results"
+    return f"job {job_id} removed; its results stay in {job.results_dir}"
