@@ -143,11 +143,12 @@ def test_results_never_hold_bytes_that_are_not_utf8(tmp_path: Path, kind: str) -
     assert table.column("note").type == BAD[kind].type
     notes = plain_values(table.column("note").combine_chunks())
     wraps: dict[str, Callable[[Any, int], Any]] = {
+        "string": lambda text, _: text,
         "struct": lambda text, n: {"t": text, "n": n},
         "list": lambda text, _: [text],
         "map": lambda text, _: {"k": text},
     }
-    wrap = wraps.get(kind, lambda text, _: text)
+    wrap = wraps.get(kind, wraps["string"])
     assert notes == [wrap("ok", 1), wrap("caf\ufffd", 2), wrap(None, 3)]
     assert table.column("warnings").to_pylist() == [None, '{"replaced_utf8": ["note"]}', None]
 

@@ -28,7 +28,7 @@ from jobs.formats.records import (
 from jobs.records import DatasetError, SpecError
 
 DELIMITERS = (",", ";", "\t")
-NAMES_OF_DELIMITERS = {"\t": "tab", " ": "space"}
+NAMES_OF_DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", " ": "space"}
 SNIFF_NBYTES = 64 << 10
 SNIFF_ROWS = 20
 _STATEFUL = ("iso2022", "utf_7", "hz")
@@ -169,7 +169,8 @@ def check_encoding(name: str) -> str:
 
 def check_delimiter(text: str) -> str:
     """The character that a person named. Raises SpecError."""
-    chosen = {"tab": "\t", "\\t": "\t", "space": " "}.get(text, text)
+    words = {name: delimiter for delimiter, name in NAMES_OF_DELIMITERS.items()}
+    chosen = (words | {"\\t": "\t"}).get(text, text)
     if len(chosen) != 1 or not chosen.isascii() or chosen in '"\r\n\0':
         raise SpecError(f"delimiter is one ASCII character, or tab, not {text!r}")
     return chosen

@@ -92,5 +92,6 @@ class TextReader:
         """Columns that may have been touched: the row is known, the place in it is not."""
         if not record.is_repaired:
             return ()
-        names = dict.fromkeys((*self._wanted.table.names, *self._wanted.values))
+        used = self._wanted.values if record.error is None else ()
+        names = dict.fromkeys((*self._wanted.table.names, *used))
         return tuple(name for name in names if "\ufffd" in str(record.values.get(name)))
