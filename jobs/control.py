@@ -165,10 +165,13 @@ def runner_kept_away(home: Home) -> Iterator[bool]:
         os.close(fd)
 
 
-def ensure_runner(home: Home, *, idle_exit_s: float | None = None) -> RunnerStatus:
+def ensure_runner(
+    home: Home, *, idle_exit_s: float | None = None, unload_after_s: float | None = None
+) -> RunnerStatus:
     """Start a runner where none runs; returns once one holds the lock.
 
-    idle_exit_s: the new runner ends after this long without a job; None takes its default
+    idle_exit_s, unload_after_s: the new runner, or its engine, ends after this long without a job;
+        None takes the default
     The runner gets a session of its own, so it outlives the terminal; it logs to runner.log.
 
     Raises RunnerError: the environment differs from the running runner's, or the new one
@@ -181,7 +184,8 @@ def ensure_runner(home: Home, *, idle_exit_s: float | None = None) -> RunnerStat
     check_environment(status, os.environ)
     if status.state != "absent":
         return status
-    child = ProcessId.of(_spawn(home, idle_exit_s))
+    settings = {"--idle-exit-s": idle_exit_s, "--unload-after-s": unload_after_s}
+    child = ProcessId.of(_spawn(home, settings))
     while (status := runner_status(home)).pid is None:
         gone = child is None or not child.is_running()
         if time.monotonic() > deadline or (gone and status.state == "absent"):
@@ -192,10 +196,10 @@ def ensure_runner(home: Home, *, idle_exit_s: float | None = None) -> RunnerStat
     return status
 
 
-def _spawn(home: Home, idle_exit_s: float | None) -> int:
+def _spawn(home: Home, settings: Mapping[str, float | None]) -> int:
     arguments = [sys.executable, "-P", "-m", "jobs.runner", "--home", str(home.path)]
-    if idle_exit_s is not None:
-        arguments += ["--idle-exit-s", str(idle_exit_s)]
+    for flag, value in settings.items():
+        arguments += [] if value is None else [flag, str(value)]
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     return os.posix_spawn(
         sys.executable,

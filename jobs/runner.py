@@ -31,6 +31,7 @@ from jobs.store import JobStore
 __all__ = ["Runner", "ensure_runner", "main"]
 
 IDLE_EXIT_S = 600.0
+UNLOAD_AFTER_S = 300.0
 POLL_INTERVAL_S = 0.25
 HEARTBEAT_INTERVAL_S = 5.0
 EVENT_TIMEOUT_S = 1.0
@@ -50,6 +51,8 @@ class Runner:
     stop: makes `run` return soon, its job interrupted
     publish: makes part files
     start_driver: starts the process that talks to Ray
+    idle_exit_s: the runner ends after this long without a job
+    unload_after_s: the engine ends, and its memory is free, after this long without a job
     clock: Unix seconds
     """
 
@@ -63,6 +66,7 @@ class Runner:
         publish: Publisher = publish_part,
         start_driver: Callable[[Home], DriverProcess] = DriverProcess,
         idle_exit_s: float = IDLE_EXIT_S,
+        unload_after_s: float = UNLOAD_AFTER_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._home = home
@@ -71,6 +75,7 @@ class Runner:
         self._publish = publish
         self._start_driver = start_driver
         self._idle_exit_s = idle_exit_s
+        self._unload_after_s = unload_after_s
         self._clock = clock
         self._driver: DriverProcess | None = None
         self._attempt = 0
@@ -90,7 +95,7 @@ class Runner:
                 elif time.monotonic() - idle_since > self._idle_exit_s and self._may_leave():
                     break
                 else:
-                    self._idle()
+                    self._idle(time.monotonic() - idle_since)
         finally:
             self._lock.note("stopping")
             self._discard_driver()
@@ -128,8 +133,11 @@ class Runner:
         self._lock.note("running")
         return False
 
-    def _idle(self) -> None:
+    def _idle(self, idle_s: float) -> None:
         self._beat()
+        if self._driver is not None and idle_s > self._unload_after_s:
+            log.info("idle for %.0f s: the engine ends", idle_s)
+            self._discard_driver()
         try:
             if self._driver is not None:
                 self._driver.wait(0)
@@ -272,6 +280,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m jobs.runner")
     parser.add_argument("--home", type=Path)
     parser.add_argument("--idle-exit-s", type=float, default=IDLE_EXIT_S)
+    parser.add_argument("--unload-after-s", type=float, default=UNLOAD_AFTER_S)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     home = Home.open(options.home)
@@ -282,7 +291,14 @@ def main() -> int:
             RunnerLock(home) as lock,
             JobStore(home.state_path) as store,
         ):
-            Runner(home, lock, store=store, stop=stop, idle_exit_s=options.idle_exit_s).run()
+            Runner(
+                home,
+                lock,
+                store=store,
+                stop=stop,
+                idle_exit_s=options.idle_exit_s,
+                unload_after_s=options.unload_after_s,
+            ).run()
     except JobError as error:
         log.error("%s", error)
         return 1

@@ -356,12 +356,24 @@ def inspect_command(
 
 
 @runner_app.command()
-def start() -> None:
+def start(
+    idle_exit: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="End after S seconds without a job.", show_default="600"),
+    ] = None,
+    unload_after: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S", help="Unload the model after S seconds without a job.", show_default="300"
+        ),
+    ] = None,
+) -> None:
     """Start the runner; unfinished jobs go on. Does nothing where one runs.
 
-    Example: ntx-batch runner start
+    Example: ntx-batch runner start --unload-after 60
     """
-    render.note(f"runner {client.start_runner().pid}")
+    started = client.start_runner(idle_exit_s=idle_exit, unload_after_s=unload_after)
+    render.note(f"runner {started.pid}")
 
 
 @runner_app.command()

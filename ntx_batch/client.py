@@ -223,9 +223,19 @@ def inspect(
     return model_info.tokenize(file, tokenize, pre_tokenizer=pre_tokenizer)
 
 
-def start_runner(*, home: str | Path | None = None) -> control.RunnerStatus:
-    """Start the runner where none runs. Raises RunnerError: it does not start."""
-    return control.ensure_runner(Home.open(home))
+def start_runner(
+    *,
+    home: str | Path | None = None,
+    idle_exit_s: float | None = None,
+    unload_after_s: float | None = None,
+) -> control.RunnerStatus:
+    """Start the runner where none runs. Raises RunnerError: it does not start.
+
+    idle_exit_s, unload_after_s: it, or the engine alone, ends after this long without a job
+    """
+    return control.ensure_runner(
+        Home.open(home), idle_exit_s=idle_exit_s, unload_after_s=unload_after_s
+    )
 
 
 def stop_runner(*, home: str | Path | None = None) -> bool:

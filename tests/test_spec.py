@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine import SamplingParams
 from jobs.records import JobSpec, SpecError
+from ntx_batch.job_file import KNOWN_KEYS
 from ntx_batch.options import OPTIONS
 from ntx_batch.spec import KNOWN_OPTIONS, build_spec, parse_size
 
@@ -71,7 +72,8 @@ def test_templates_come_from_files(tmp_path: Path) -> None:
 
 def test_every_flag_is_an_option_and_every_option_a_flag() -> None:
     flags = {option.name for panel in OPTIONS.values() for option in panel}
-    assert flags | {"output"} == set(KNOWN_OPTIONS)
+    assert flags | {"input", "model", "output"} == set(KNOWN_KEYS)
+    assert set(KNOWN_OPTIONS) < set(KNOWN_KEYS)
 
 
 def test_every_sampling_parameter_is_an_option_of_its_name() -> None:
