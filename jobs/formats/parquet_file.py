@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types
@@ -24,6 +24,7 @@ from jobs.formats.base import (
     Schema,
     Wanted,
 )
+from jobs.formats.parquet_footer import FooterMap, WindowedFile, map_footer
 from jobs.formats.utf8 import repaired_cell, repaired_column
 from jobs.records import DatasetError, InputFile
 
@@ -40,20 +41,43 @@ class Footer:
 
 def read_footer(path: Path) -> Footer:
     """Raises DatasetError: the file is not whole Parquet."""
-    with open_parquet(path) as parquet:
-        return Footer(parquet.schema_arrow.remove_metadata(), parquet.metadata.num_rows)
-
-
-def open_parquet(path: Path) -> pq.ParquetFile:
-    """Open a file so that reading it buffers little. Raises DatasetError."""
+    pieces = _map_footer(path)
+    parquet = open_parquet(path, pieces, (0, 1))
     try:
+        return Footer(parquet.schema_arrow.remove_metadata(), parquet.metadata.num_rows)
+    finally:
+        parquet.close(force=True)
+
+
+def open_parquet(
+    path: Path, pieces: FooterMap | None = None, window: tuple[int, int] = (0, 0)
+) -> pq.ParquetFile:
+    """Open a file so that reading it buffers little.
+
+    pieces: of its footer, if that is large; then only the row groups of `window` are there
+
+    Raises DatasetError: the file is not whole Parquet.
+    """
+    try:
+        source = path if pieces is None else pa.PythonFile(WindowedFile(path, pieces, *window))
         # NOTE: without a buffer, or with pre_buffer, a whole column chunk is read into memory.
-        return pq.ParquetFile(path, buffer_size=READ_BUFFER_NBYTES, pre_buffer=False)
+        return pq.ParquetFile(source, buffer_size=READ_BUFFER_NBYTES, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
-        raise DatasetError(
-            f"input file {path} cannot be read as Parquet: {error}; other formats are known by "
-            "their endings: .jsonl, .ndjson, .csv, .tsv; compressed text must be unpacked first"
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _map_footer(path: Path) -> FooterMap | None:
+    try:
+        return map_footer(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> DatasetError:
+    return DatasetError(
+        f"input file {path} cannot be read as Parquet: {error}; other formats are known by "
+        "their endings: .jsonl, .ndjson, .csv, .tsv; compressed text must be unpacked first"
+    )
 
 
 class ParquetReader:
@@ -66,40 +90,34 @@ class ParquetReader:
         self, info: InputFile, wanted: Wanted, partition: Mapping[str, str | None]
     ) -> None:
         self.info = info
+        self._path = Path(info.path)
         self._wanted = wanted
         self._partition = partition
-        self._parquet = open_parquet(Path(info.path))
+        self._pieces = _map_footer(self._path)
+        self._parquet = open_parquet(self._path, self._pieces, (0, 1))
         metadata = self._parquet.metadata
         if metadata.num_rows != info.num_rows:
             raise DatasetError(
                 f"input file {info.path} had {info.num_rows} rows at submit, "
                 f"has {metadata.num_rows}; submit a new job"
             )
-        sizes = [_group_size(metadata.row_group(idx)) for idx in range(metadata.num_row_groups)]
-        self._group_starts = list(accumulate((rows for rows, _ in sizes), initial=0))
-        row_nbytes = max((nbytes // max(rows, 1) for rows, nbytes in sizes), default=0)
-        self._batch_rows = min(MAX_BATCH_ROWS, max(1, BATCH_NBYTES // (row_nbytes + 1)))
+        self._group_starts = _group_starts(metadata, self._pieces)
         here = set(self._parquet.schema_arrow.names)
         names = dict.fromkeys((*wanted.table.names, *wanted.values))
         self._columns = [name for name in names if name in here]
 
     def close(self) -> None:
-        self._parquet.close()
+        self._parquet.close(force=True)
 
     def start_before(self, row: int) -> int:
-        return self._group_starts[bisect.bisect_right(self._group_starts, row) - 1]
+        return int(self._group_starts[np.searchsorted(self._group_starts, row, "right") - 1])
 
     def batches(self, start: int) -> Iterator[InputBatch]:
         # Groups of no rows begin where the next one does: take them all.
-        first_group = bisect.bisect_left(self._group_starts, start)
+        group = int(np.searchsorted(self._group_starts, start, "left"))
         position = start
         try:
-            for batch in self._parquet.iter_batches(
-                self._batch_rows,
-                row_groups=range(first_group, self._parquet.num_row_groups),
-                columns=self._columns,
-                use_threads=False,
-            ):
+            for batch in self._record_batches(group):
                 yield make_batch(self._with_partition(batch), self._wanted)
                 position += batch.num_rows
         except (pa.ArrowException, OSError) as error:
@@ -108,6 +126,24 @@ class ParquetReader:
                 f"{' '.join(str(error).split())}; write it again"
             ) from error
 
+    def _record_batches(self, group: int) -> Iterator[RecordBatch]:
+        """All rows from a row group on; of a large footer one window after the other is open."""
+        num_groups = len(self._group_starts) - 1
+        while group < num_groups:
+            end = num_groups
+            if self._pieces is not None:
+                end = self._pieces.window_after(group)
+                self.close()
+                self._parquet = open_parquet(self._path, self._pieces, (group, end))
+            offset = group if self._pieces is None else 0
+            yield from self._parquet.iter_batches(
+                _batch_rows(self._parquet.metadata),
+                row_groups=range(offset, self._parquet.num_row_groups),
+                columns=self._columns,
+                use_threads=False,
+            )
+            group = end
+
     def _with_partition(self, batch: RecordBatch) -> RecordBatch:
         for name, value in self._partition.items():
             if name not in batch.schema.names:
@@ -115,8 +151,18 @@ class ParquetReader:
         return batch
 
 
-def _group_size(group: Any) -> tuple[int, int]:
-    return group.num_rows, group.total_byte_size
+def _group_starts(metadata: Any, pieces: FooterMap | None) -> npt.NDArray[np.int64]:
+    """Rows before each row group, and in all."""
+    if pieces is not None:
+        return pieces.first_rows
+    sizes = [metadata.row_group(idx).num_rows for idx in range(metadata.num_row_groups)]
+    return np.cumsum([0, *sizes], dtype=np.int64)
+
+
+def _batch_rows(metadata: Any) -> int:
+    groups = [metadata.row_group(idx) for idx in range(metadata.num_row_groups)]
+    row_nbytes = max((g.total_byte_size // max(g.num_rows, 1) for g in groups), default=0)
+    return min(MAX_BATCH_ROWS, max(1, BATCH_NBYTES // (row_nbytes + 1)))
 
 
 # ---- batches -----------------------------------------------------------------------------
