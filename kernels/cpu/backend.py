@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.cpu import attention, dequant, pointwise, product
+from kernels.cpu import attention, pointwise, product
 from kernels.cpu.barrier import barrier
 from kernels.cpu.buffers import zeros
 from kernels.cpu.jit import compile_all
+from kernels.cpu.matrix import CpuMatrix, quantised_matrix, round_up
 from kernels.cpu.plan import SweepPlan, plan_sweep, token_range
 from kernels.cpu.vector import PANEL
 from kernels.cpu.workers import Team, TeamBroken, default_num_threads
@@ -26,7 +27,6 @@ from kernels.ops import (
     KvShape,
     KvType,
     Rope,
-    UnsupportedTypeError,
 )
 from kernels.quants import BlockTensor
 
@@ -35,21 +35,6 @@ _EMPTY = np.empty(0, np.float32)
 # A worker that takes tokens reads all weights, at 400 / tokens GB/s for 200 GFLOP/s; the memory
 # carries that for all workers where each has this many tokens, times the number of workers.
 _TOKENS_TO_SPLIT = 32
-
-
-@dataclass(frozen=True, slots=True)
-class CpuMatrix:
-    """A packed weight: its parts by address, and the arrays that own the memory.
-
-    parts: (num_parts, PART_FIELDS) int64
-    """
-
-    num_outputs: int
-    num_inputs: int
-    nbytes: int
-    layout: str
-    parts: npt.NDArray[np.int64]
-    owners: tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint8], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +49,6 @@ class CpuKvPool:
     page_nbytes: int
     keys: npt.NDArray[np.float32] | npt.NDArray[np.uint16]
     values: npt.NDArray[np.float32] | npt.NDArray[np.uint16]
-
-
-def _round_up(value: int, step: int) -> int:
-    return (value + step - 1) // step * step
 
 
 class CpuOps:
@@ -99,7 +80,7 @@ class CpuOps:
         self._team.run(body)
 
     def pack(self, tensors: Sequence[BlockTensor], *, expand: bool) -> CpuMatrix:
-        quantised = _quantised_matrix(tensors)
+        quantised = quantised_matrix(tensors)
         return self._expand(quantised) if expand else quantised
 
     def _expand(self, weight: CpuMatrix) -> CpuMatrix:
@@ -125,13 +106,13 @@ class CpuOps:
         )
 
     def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
-        per_token = shape.key_length + _round_up(shape.value_length, PANEL)
+        per_token = shape.key_length + round_up(shape.value_length, PANEL)
         values = shape.num_layers * shape.num_kv_heads * PAGE_TOKENS * per_token
         return values * _KV_DTYPES[kv_type].itemsize
 
     def kv_pool(self, shape: KvShape, *, num_pages: int, kv_type: KvType) -> CpuKvPool:
         outer = (shape.num_layers, num_pages, shape.num_kv_heads)
-        stride = _round_up(shape.value_length, PANEL)
+        stride = round_up(shape.value_length, PANEL)
         return CpuKvPool(
             num_pages=num_pages,
             kv_type=kv_type,
@@ -150,7 +131,7 @@ class CpuOps:
 
     def plan(self, batch: Batch, shape: KvShape, num_heads: int) -> SweepPlan:
         length = attention.scratch_len(
-            num_heads // shape.num_kv_heads, shape.key_length, _round_up(shape.value_length, PANEL)
+            num_heads // shape.num_kv_heads, shape.key_length, round_up(shape.value_length, PANEL)
         )
         if len(self._attention_scratch[0]) < length:
             self._attention_scratch = self._scratch(length)
@@ -314,50 +295,3 @@ class CpuOps:
 def _check(done: bool) -> None:
     if not done:
         raise TeamBroken("another worker failed")
-
-
-def _quantised_matrix(tensors: Sequence[BlockTensor]) -> CpuMatrix:
-    """Parts that point into the tensors' own bytes."""
-    num_inputs = tensors[0].num_inputs
-    parts = np.zeros((len(tensors), product.PART_FIELDS), np.int64)
-    first_output = first_panel = 0
-    for part, tensor in zip(parts, tensors, strict=True):
-        _check_tensor(tensor, num_inputs)
-        part[product.ADDRESS] = tensor.data.ctypes.data
-        part[product.ROW_NBYTES] = tensor.type.row_nbytes(num_inputs)
-        part[product.TYPE_ID] = tensor.type.type_id
-        part[product.BLOCK_SIZE] = tensor.type.block_size
-        part[product.BLOCK_NBYTES] = tensor.type.block_nbytes
-        part[product.NUM_OUTPUTS] = tensor.num_outputs
-        part[product.FIRST_OUTPUT] = first_output
-        part[product.FIRST_PANEL] = first_panel
-        first_output += tensor.num_outputs
-        first_panel += _round_up(tensor.num_outputs, PANEL) // PANEL
-    return CpuMatrix(
-        num_outputs=first_output,
-        num_inputs=num_inputs,
-        nbytes=sum(tensor.data.nbytes for tensor in tensors),
-        layout="gguf-rows",
-        parts=parts,
-        owners=tuple(tensor.data for tensor in tensors),
-    )
-
-
-def _check_tensor(tensor: BlockTensor, num_inputs: int) -> None:
-    if tensor.type.type_id not in dequant.TYPE_IDS:
-        raise UnsupportedTypeError(
-            f"{tensor.name}: no dequantiser for type {tensor.type.name}; "
-            "convert the model to a supported type"
-        )
-    if tensor.num_inputs != num_inputs:
-        raise KernelError(
-            f"{tensor.name} has {tensor.num_inputs} inputs, the tensors it is packed with "
-            f"{num_inputs}; pack it alone"
-        )
-    if num_inputs % tensor.type.block_size:
-        raise KernelError(
-            f"{tensor.name}: {num_inputs} inputs are not whole blocks of {tensor.type.block_size}"
-        )
-    shape = (tensor.num_outputs, tensor.type.row_nbytes(num_inputs))
-    if tensor.data.shape != shape or not tensor.data.flags.c_contiguous:
-        raise KernelError(f"{tensor.name}: bytes of shape {tensor.data.shape}, expected {shape}")
