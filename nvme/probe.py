@@ -24,7 +24,7 @@ from nvme.memory import page_aligned
 
 CANDIDATES = tuple(
     Transfer(chunk_nbytes, num_threads)
-    for num_threads in (1, 2, 4, 8)
+    for num_threads in (1, 2, 4)
     for chunk_nbytes in (1 << 20, 2 << 20, 4 << 20)
 )
 TRIAL_S = 0.03
@@ -33,8 +33,9 @@ GOOD_ENOUGH = 0.97  # of the best rate; among those the fewest threads win
 MIN_PROBE_NBYTES = 256 << 20  # a shorter file is read before a probe could pay
 CACHE_NAME = "disks.json"
 COPY_NBYTES = 128 << 20  # more than the caches of a core hold
-
-Buffers = list[memoryview]
+# A drive (and a virtual one more so) writes faster into memory that is in the caches. Weights
+# never are, so a probe that reads into one small buffer promises a quarter too much.
+RING_NBYTES = 128 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,15 +79,16 @@ def measure_disk(
     The file's pages leave the page cache. Of a file of some MiB the rates are noise.
     Raises ReadError: it cannot be opened. Raises OSError: it cannot be read.
     """
-    path = Path(path)
-    buffers = make_buffers(transfer)
+    path, ring = Path(path), make_ring()
     with _opened(open_file(path).fd) as fd:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        buffered = read_for(fd, buffers, begin=0, end=os.fstat(fd).st_size, seconds=seconds)
+        end = os.fstat(fd).st_size
+        buffered = read_for(fd, ring, transfer, begin=0, end=end, seconds=seconds)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     source = open_direct(path)
     with _opened(source.file.fd) as fd:
-        direct = read_for(fd, buffers, begin=0, end=_direct_end(source), seconds=seconds)
+        end = _direct_end(source)
+        direct = read_for(fd, ring, transfer, begin=0, end=end, seconds=seconds)
     return DiskRates(
         direct_bytes_per_s=None if source.refusal else direct.bytes_per_s,
         buffered_bytes_per_s=buffered.bytes_per_s,
@@ -145,11 +147,10 @@ def probe_transfer(
         if source.refusal:
             return DEFAULT_TRANSFER
         best = dict.fromkeys(candidates, 0.0)
-        at, end = 0, _direct_end(source)
+        ring, at, end = make_ring(), 0, _direct_end(source)
         for transfer in [*candidates] * NUM_ROUNDS:
             at = at if end - at > MIN_PROBE_NBYTES else 0
-            buffers = make_buffers(transfer)
-            trial = read_for(fd, buffers, begin=at, end=end, seconds=trial_s, preadv=preadv)
+            trial = read_for(fd, ring, transfer, begin=at, end=end, seconds=trial_s, preadv=preadv)
             at += trial.nbytes
             best[transfer] = max(best[transfer], trial.bytes_per_s)
     return pick_transfer(best)
@@ -162,35 +163,39 @@ def pick_transfer(rates: dict[Transfer, float]) -> Transfer:
     return min(near, key=lambda transfer: (transfer.num_threads, -transfer.chunk_nbytes))
 
 
-def make_buffers(transfer: Transfer) -> Buffers:
-    """A buffer for each thread, its pages in memory so that a trial does not pay for them."""
-    arrays = [page_aligned(transfer.chunk_nbytes) for _ in range(transfer.num_threads)]
-    for array in arrays:
-        array.fill(0)
-    return [array.data for array in arrays]
+def make_ring() -> memoryview:
+    """Memory to read into, its pages there already so that a trial does not pay for them."""
+    ring = page_aligned(RING_NBYTES)
+    ring.fill(0)
+    return ring.data
 
 
 def read_for(
     fd: int,
-    buffers: Buffers,
+    ring: memoryview,
+    transfer: Transfer,
     *,
     begin: int,
     end: int,
     seconds: float,
     preadv: Preadv = os.preadv,
 ) -> Trial:
-    """Read [begin, end) of a file in order, a thread for each buffer, until the time is over."""
-    chunk_nbytes = len(buffers[0])
-    offsets = itertools.count(begin, chunk_nbytes)  # `next` is atomic under the interpreter's lock
-    got = [0] * len(buffers)
+    """Read [begin, end) of a file in order, round and round a ring, until the time is over."""
+    step = transfer.chunk_nbytes
+    num_slots = len(ring) // step
+    turns = itertools.count()  # `next` is atomic under the interpreter's lock
+    got = [0] * transfer.num_threads
     deadline = time.perf_counter() + seconds
 
     def read(number: int) -> None:
-        while (offset := next(offsets)) < end and time.perf_counter() < deadline:
-            view = buffers[number][: min(chunk_nbytes, end - offset)]
-            got[number] += preadv(fd, [view], offset)
+        while time.perf_counter() < deadline:
+            turn = next(turns)
+            offset, slot = begin + turn * step, turn % num_slots * step
+            if offset >= end:
+                return
+            got[number] += preadv(fd, [ring[slot : slot + min(step, end - offset)]], offset)
 
-    elapsed = _run_threads(len(buffers), read)
+    elapsed = _run_threads(transfer.num_threads, read)
     return Trial(sum(got), elapsed)
 
 

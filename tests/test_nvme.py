@@ -86,10 +86,11 @@ def test_file_cut_after_open_is_refused_at_submit(reader: Reader, paths: list[Pa
         read(reader, 0, 0, 50)
 
 
-def test_file_cut_after_submit_is_a_short_read(reader: Reader, paths: list[Path]) -> None:
+def test_file_cut_after_submit_is_refused(reader: Reader, paths: list[Path]) -> None:
     ticket = reader.submit([ReadRequest(file_idx=0, offset=50, out=buffer(200))])
     os.truncate(paths[0], 100)
-    with pytest.raises(ReadError, match=r"wanted 200 bytes at offset 50, got 50"):
+    # A reader with threads may have had the bytes already; then the change is what it notices.
+    with pytest.raises(ReadError, match=r"200 bytes at offset 50, got 50|changed since it was"):
         reader.wait(ticket)
 
 
