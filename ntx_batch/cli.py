@@ -16,7 +16,7 @@ from engine import EngineError
 from jobs.records import ChangedError, JobError, JobNotFoundError, RunnerError, SpecError
 from ntx_batch import __version__, client, render
 from ntx_batch.options import OPTIONS
-from ntx_batch.status import status_record
+from ntx_batch.status import input_warnings, status_record
 
 TABLE_ROWS = 20  # of `results` without --head
 EXIT_FAILED, EXIT_USAGE, EXIT_TIMEOUT, EXIT_INTERRUPTED = 1, 2, 124, 130
@@ -428,6 +428,8 @@ def _wait(
     except KeyboardInterrupt:
         _interrupted(job, stop=stop_on_interrupt)
     render.note(render.summary(last, time.time()))
+    for warning in input_warnings(last):
+        render.note(f"warning: {warning}")
     if last.num_error:
         render.note(f"failed rows: ntx-batch results {job.id} --errors")
     raise typer.Exit(last.exit_code or 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -83,8 +83,20 @@ def status_record(job: Job, now: float) -> dict[str, Any]:
         "input": job.spec.input,
         "model": job.spec.model,
         "results": job.results_dir,
+        "warnings": list(input_warnings(job)),
         "record": plain(job.record),
     }
+
+
+def input_warnings(job: Job) -> Iterator[str]:
+    """What the input's owner may not expect; known once the rows are counted."""
+    facts = job.record.get("input") or {}
+    if count := facts.get("duplicate_ids"):
+        rows = "row repeats" if count == 1 else "rows repeat"
+        yield f"{count} {rows} an id that came before; all rows run"
+    if count := facts.get("null_ids"):
+        rows = "row has" if count == 1 else "rows have"
+        yield f"{count} {rows} no id; row_index tells rows apart"
 
 
 def iso_time(unix_s: float | None) -> str | None:
