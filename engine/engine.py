@@ -84,7 +84,7 @@ class Engine:
             stored_nbytes=stored_nbytes(file),
             expanded_nbytes=expanded_nbytes(file),
             page_nbytes=self._ops.kv_page_nbytes(shape, self.config.kv_type),
-            free_nbytes=free_memory_nbytes(),
+            free_nbytes=free_memory_nbytes(self.config.memory_nbytes),
         )
         reader = reader_factory(file.paths) if reader_factory else open_reader("mmap", file.paths)
         self._reader_name = reader.name
@@ -161,7 +161,7 @@ class Engine:
     def sweep(self) -> list[FinishedRow]:
         """Admit what fits, run one pass over all layers, and return the rows that ended."""
         finished, self._rejected = self._rejected, []
-        self._admit()
+        self.admit()
         rows = (row.progress() for row in self._running.values())
         chunks = compose_sweep(rows, self.plan.sweep_tokens)
         if chunks:
@@ -271,7 +271,8 @@ class Engine:
         # The last token generated is never fed back, so it takes no place in the cache.
         return len(request.token_ids) + self._most_new(request) - 1
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
+        """Take on board what the next sweep can; `sweep` does so where it was not done."""
         budget = admission_budget(
             (row.progress() for row in self._running.values()), self.plan.sweep_tokens
         )

@@ -19,11 +19,19 @@ def _cgroup_free_nbytes() -> int | None:
     return None if limit == "max" else max(0, int(limit) - used)
 
 
-def free_memory_nbytes() -> int:
-    """Memory that can be taken without swapping: the system's, or the control group's if less."""
+def free_memory_nbytes(limit_nbytes: int | None = None) -> int:
+    """Memory that can be taken without swapping: the system's, or the control group's if less.
+
+    limit_nbytes: of this process; what it has of its own counts against it
+    """
     available = int(psutil.virtual_memory().available)
     limited = _cgroup_free_nbytes()
-    return available if limited is None else min(available, limited)
+    if limited is not None:
+        available = min(available, limited)
+    if limit_nbytes is not None:
+        memory = psutil.Process().memory_info()
+        available = min(available, limit_nbytes - (memory.rss - memory.shared))
+    return max(0, available)
 
 
 def usable_cores() -> int:

@@ -182,6 +182,7 @@ class EngineConfig:
     expand: "auto" keeps weights as float32 where they fit in half of the free memory, "never"
         keeps them quantised, "always" refuses to start where they do not fit
     num_threads: worker threads; None is every core this process may use
+    memory_nbytes: most memory that the engine's process may take for itself
     pre_tokenizer: use this pre-tokeniser whatever the file names
     """
 
@@ -190,4 +191,5 @@ class EngineConfig:
     sweep_tokens: int | None = None
     expand: Literal["auto", "never", "always"] = "auto"
     num_threads: int | None = None
+    memory_nbytes: int | None = None
     pre_tokenizer: str | None = None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 from jobs.driver_process import DriverProcess, EngineLostError
+from jobs.isolation import RowLoss
 from jobs.job_run import JobRun
 from jobs.messages import (
     AddShard,
@@ -18,6 +19,7 @@ from jobs.messages import (
     JobEnded,
     JobFailed,
     JobReady,
+    RowsFailed,
     StartJob,
 )
 from jobs.records import JobError, Shard
@@ -27,8 +29,19 @@ MIN_SHARDS_OUTSTANDING = 2
 log = logging.getLogger("jobs.dispatch")
 
 
+class RowsFailedError(Exception):
+    """A sweep with these rows on board failed; the driver is well."""
+
+    def __init__(self, rows: tuple[int, ...], loss: RowLoss) -> None:
+        super().__init__(loss.reason)
+        self.rows = rows
+        self.loss = loss
+
+
 class Dispatch:
     """One attempt, from its start to its end or the engine's.
+
+    Where rows are suspected of having brought an engine down, it runs these alone.
 
     attempt: a number that no other attempt of this runner has
     """
@@ -41,19 +54,25 @@ class Dispatch:
         self._attempt = attempt
         self._shards: Iterator[Shard] = run.shards()
         self._outstanding: set[int] = set()
-        job = run.job
-        driver.send(StartJob(attempt, job.spec, job.manifest, job.created_at))
+        self._suspects = frozenset(run.isolation.rows)
+        job, max_rows = run.job, run.isolation.max_rows
+        driver.send(StartJob(attempt, job.spec, job.manifest, job.created_at, max_rows))
+
+    @property
+    def is_through(self) -> bool:
+        """Whether all its rows are finished."""
+        if self._suspects:
+            return self._suspects.isdisjoint(self.run.isolation.rows)
+        return self.run.is_complete
 
     def take(self, event: Event) -> None:
         """Act on an event. One of another attempt is stale and is dropped.
 
-        Raises EngineLostError, JobError: the job cannot go on as it is.
+        Raises RowsFailedError, JobError: the job cannot go on as it is.
         """
-        if isinstance(event, DriverFailed):
-            raise EngineLostError(event.reason)
         if isinstance(event, DriverReady):
             self.run.note({"ray_s": event.ray_s})
-        elif event.attempt == self._attempt:
+        elif not isinstance(event, DriverFailed) and event.attempt == self._attempt:
             self._take_own(event)
 
     def _take_own(self, event: Event) -> None:
@@ -69,6 +88,9 @@ class Dispatch:
             case JobFailed(reason=reason, detail=detail):
                 log.error("the engine actor reports:\n%s", detail)
                 raise JobError(reason)
+            case RowsFailed(rows=rows, loss=loss, detail=detail):
+                log.warning("a sweep with %d rows on board failed:\n%s", len(rows), detail)
+                raise RowsFailedError(rows, loss)
             case JobEnded():
                 self._is_over = True
 
@@ -99,4 +121,6 @@ class Dispatch:
             if shard is None:
                 return
             self._outstanding.add(shard.number)
-            self._driver.send(AddShard(self._attempt, shard))
+            failed = self.run.isolation.failed
+            own = {row: failed[row] for row in failed if shard.begin <= row < shard.end}
+            self._driver.send(AddShard(self._attempt, shard, own))

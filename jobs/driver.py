@@ -25,7 +25,8 @@ import ray.exceptions
 
 from engine import EngineConfig
 from engine.machine import usable_cores
-from jobs.engine_actor import EngineHandle
+from jobs.engine_actor import EngineHandle, load_engine
+from jobs.engine_loop import MakeEngine
 from jobs.messages import (
     ActorStarted,
     AddShard,
@@ -35,6 +36,7 @@ from jobs.messages import (
     EndJob,
     Event,
     JobFailed,
+    RowsFailed,
     StartJob,
 )
 from jobs.processes import INSTANCE_VARIABLE, ProcessId, kill_instance
@@ -63,9 +65,15 @@ class EngineKey:
 
 
 class Driver:
-    """Keeps one engine actor and passes messages between it and the runner."""
+    """Keeps one engine actor and passes messages between it and the runner.
 
-    def __init__(self, pipe: Connection, temp_dir: Path) -> None:
+    make_engine: loads a model with a configuration, in the actor
+    """
+
+    def __init__(
+        self, pipe: Connection, temp_dir: Path, make_engine: MakeEngine = load_engine
+    ) -> None:
+        self._make_engine = make_engine
         self._pipe = pipe
         self._pipe_lock = threading.Lock()
         self._temp_dir = temp_dir
@@ -82,7 +90,8 @@ class Driver:
                 self._relay_events()
         except Exception as error:
             log.exception("the driver ends")
-            self._send(DriverFailed(one_line(error)))
+            engine_died = isinstance(error, ray.exceptions.RayActorError)
+            self._send(DriverFailed(one_line(error), engine_died))
         end_instance(1)
 
     def _start_ray(self) -> None:
@@ -121,7 +130,7 @@ class Driver:
                 return  # it was replaced while we waited for it
             raise
         for event in events:
-            if isinstance(event, JobFailed) and actor is self._actor:
+            if _spoils_engine(event) and actor is self._actor:
                 # Its engine may be missing or half-way through a sweep: load afresh next time.
                 self._key = None
             self._send(event)
@@ -168,12 +177,18 @@ class Driver:
         if old is not None:
             old.kill()
         with self._actor_changed:
-            self._actor, self._key = EngineHandle(num_cpus), key
+            self._actor, self._key = EngineHandle(num_cpus, self._make_engine), key
             self._actor_changed.notify_all()
 
     def _forward(self, command: Command) -> None:
         if self._actor is not None:
             self._actor.send(command)
+
+
+def _spoils_engine(event: Event) -> bool:
+    if isinstance(event, RowsFailed):
+        return event.loss.code == "out_of_memory"
+    return isinstance(event, JobFailed)
 
 
 def one_line(error: Exception) -> str:
@@ -195,13 +210,14 @@ def end_instance(status: int) -> NoReturn:
     os._exit(status)
 
 
-def main() -> NoReturn:
+def main(make_engine: MakeEngine = load_engine) -> NoReturn:
+    """Be the driver process. make_engine: as for `Driver`"""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--temp-dir", type=Path, required=True)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
-    Driver(Connection(options.fd), options.temp_dir).run()
+    Driver(Connection(options.fd), options.temp_dir, make_engine).run()
 
 
 if __name__ == "__main__":

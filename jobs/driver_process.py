@@ -11,13 +11,18 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from jobs.board import create_board, read_board
 from jobs.control import child_environment
 from jobs.home import HOME_VARIABLE, Home
-from jobs.messages import ActorStarted, Command, DriverReady, Event, StartJob
+from jobs.isolation import LossCode, RowLoss
+from jobs.memory import num_oom_kills, private_nbytes
+from jobs.messages import ActorStarted, Command, DriverFailed, DriverReady, Event, StartJob
 from jobs.processes import (
     INSTANCE_VARIABLE,
     ProcessId,
@@ -30,24 +35,47 @@ from jobs.processes import (
 _SOCKET_NAME = "/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 MAX_TEMP_ROOT_LEN = 107 - len("/ntx-0123456789ab-01234567") - len(_SOCKET_NAME)
 LAST_WORDS_CHARS = 2000
+WATCHDOG_S = 600.0
+WATCHDOG_STEPS = 10.0
+_DRIVER, _RAY, _ACTOR = "the driver", "Ray", "the engine actor"
 
 
 class EngineLostError(Exception):
-    """The driver, Ray or the engine actor is gone."""
+    """The driver, Ray or the engine actor is gone.
+
+    code: what that is for the rows on board, where these may be the cause
+    """
+
+    def __init__(self, reason: str, code: LossCode | None = None) -> None:
+        super().__init__(reason)
+        self.code = code
+
+    @property
+    def loss(self) -> RowLoss | None:
+        return None if self.code is None else RowLoss(self.code, str(self))
 
 
 class DriverProcess:
-    """A driver, from its start until `close`, after which nothing of it is left."""
+    """A driver, from its start until `close`, after which nothing of it is left.
 
-    def __init__(self, home: Home) -> None:
+    module: the driver's program
+    watchdog_s: the engine is lost when a sweep takes longer, and ten times longer than the others
+    """
+
+    def __init__(
+        self, home: Home, *, module: str = "jobs.driver", watchdog_s: float = WATCHDOG_S
+    ) -> None:
         self._home = home
+        self._watchdog_s = watchdog_s
+        self._job: StartJob | None = None
+        self._num_oom_kills = 0
         self._marker = f"{home.key}-{secrets.token_hex(8)}"
         self._temp_dir = _make_temp_dir(home)
         ours, theirs = socket.socketpair()
         with theirs:
             self._child = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", "-m", "jobs.driver"),
+                    *(sys.executable, "-P", "-m", module),
                     *("--fd", str(theirs.fileno())),
                     *("--temp-dir", str(self._temp_dir)),
                 ],
@@ -62,8 +90,8 @@ class DriverProcess:
         assert driver is not None
         write_leader(home.driver_path, driver)
         self._leader = driver
-        self._lost: str | None = None
-        self._watched: dict[str, tuple[ProcessId, ...]] = {"the driver": (driver,)}
+        self._lost: EngineLostError | None = None
+        self._watched: dict[str, tuple[ProcessId, ...]] = {_DRIVER: (driver,)}
 
     def _environment(self) -> dict[str, str]:
         inherited = child_environment()
@@ -85,12 +113,24 @@ class DriverProcess:
     def send(self, command: Command) -> None:
         """Raises EngineLostError: the driver is gone."""
         if isinstance(command, StartJob):
-            # Another model takes another actor; ActorStarted will say which it is.
-            self._watched.pop("the engine actor", None)
+            command = self._prepare(command)
         try:
             self._pipe.send(command)
         except OSError as error:
             raise EngineLostError(f"the driver process is gone ({error})") from error
+
+    def _prepare(self, command: StartJob) -> StartJob:
+        # Another model takes another actor; ActorStarted will say which it is.
+        self._watched.pop(_ACTOR, None)
+        create_board(self._home.board_path)
+        self._num_oom_kills = num_oom_kills()
+        self._job = replace(command, board=str(self._home.board_path))
+        return self._job
+
+    def rows_on_board(self) -> tuple[int, ...]:
+        """Rows on board, or in preparation, when the actor last noted them."""
+        state = self._job and read_board(self._home.board_path, self._job.attempt)
+        return state.rows if state else ()
 
     def wait(self, timeout_s: float, others: Sequence[int] = ()) -> list[Event]:
         """Events that have come; waits for the first at most `timeout_s`.
@@ -105,41 +145,80 @@ class DriverProcess:
             self._lost = self._take_events(events, ready)
         # What came before the end still counts; the end is told at the next call.
         if self._lost is not None and not events:
-            raise EngineLostError(self._lost)
+            raise self._lost
         return events
 
-    def _take_events(self, events: list[Event], ready: Sequence[object]) -> str | None:
+    def _take_events(self, events: list[Event], ready: Sequence[object]) -> EngineLostError | None:
         """Receive what has come; returns what is lost, if anything is."""
         try:
             while self._pipe in ready:
-                events.append(self._receive())
+                event = self._receive()
+                if isinstance(event, DriverFailed):
+                    code = self._death_code() if event.engine_died else None
+                    return EngineLostError(event.reason, code)
+                events.append(event)
                 ready = [self._pipe] if self._pipe.poll() else []
         except (EOFError, OSError):
-            return "the driver process ended; see runner.log"
-        return self._lost_process()
+            return EngineLostError("the driver process ended; see runner.log")
+        return self._lost_process() or self._excess_memory() or self._overdue_sweep()
 
     def _receive(self) -> Event:
         event: Event = self._pipe.recv()
         match event:
             case DriverReady(processes=processes):
-                self._watched["Ray"] = processes
+                self._watched[_RAY] = processes
             case ActorStarted(process=process):
-                self._watched["the engine actor"] = (process,)
+                self._watched[_ACTOR] = (process,)
         return event
 
-    def _lost_process(self) -> str | None:
+    def _lost_process(self) -> EngineLostError | None:
         for role, processes in self._watched.items():
             for process in processes:
                 if not process.is_running():
-                    return f"a process of {role} (pid {process.pid}) is gone"
+                    code = self._death_code() if role == _ACTOR else None
+                    why = ", killed for want of memory" if code == "out_of_memory" else ""
+                    return EngineLostError(
+                        f"a process of {role} (pid {process.pid}) is gone{why}", code
+                    )
         return None
+
+    def _death_code(self) -> LossCode:
+        return "out_of_memory" if num_oom_kills() > self._num_oom_kills else "worker_crashed"
+
+    def _excess_memory(self) -> EngineLostError | None:
+        """More memory than the job allows the engine actor."""
+        limit = self._job and self._job.spec.engine.memory_nbytes
+        for process in self._watched.get(_ACTOR, ()) if limit else ():
+            used = private_nbytes(process.pid)
+            if limit and used > limit:
+                return EngineLostError(
+                    f"the engine actor has {used:,} bytes of memory, --memory allows {limit:,}",
+                    "out_of_memory",
+                )
+        return None
+
+    def _overdue_sweep(self) -> EngineLostError | None:
+        board = self._job and read_board(self._home.board_path, self._job.attempt)
+        if not board or board.began_at is None:
+            return None
+        allowed_s = max(self._watchdog_s, WATCHDOG_STEPS * board.mean_step_s)
+        took_s = time.monotonic() - board.began_at
+        if took_s <= allowed_s:
+            return None
+        return EngineLostError(
+            f"a sweep is not over after {took_s:.0f} s; those before took {board.mean_step_s:.1f} "
+            f"s, and {allowed_s:.0f} s are allowed",
+            "worker_crashed",
+        )
 
     def last_words(self) -> str:
         """The end of what the engine actor wrote to its standard error, for the log."""
         texts = []
         for path in (self._temp_dir / "session_latest" / "logs").glob("worker-*.err"):
             with contextlib.suppress(OSError):
-                texts.append(path.read_text(errors="replace")[-LAST_WORDS_CHARS:].strip())
+                lines = path.read_text(errors="replace")[-LAST_WORDS_CHARS:].splitlines()
+                # Ray heads each file with lines like `:job_id:01000000`.
+                texts.append("\n".join(line for line in lines if not line.startswith(":")))
         return "\n".join(filter(None, texts))
 
     def close(self) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import ray
 
 from engine import Engine, EngineConfig
-from jobs.engine_loop import EngineLoop
+from jobs.engine_loop import EngineLoop, MakeEngine
+from jobs.memory import limit_own_memory
 from jobs.messages import Command, Event
 from jobs.processes import ProcessId
 
@@ -18,10 +19,13 @@ _EVENTS, _COMMANDS = "events", "commands"
 
 
 class EngineActor:
-    """Runs an `EngineLoop` in a thread of its own; none of these methods computes anything."""
+    """Runs an `EngineLoop` in a thread of its own; none of these methods computes anything.
 
-    def __init__(self) -> None:
-        self._loop = EngineLoop(load_engine)
+    make_engine: loads a model with a configuration
+    """
+
+    def __init__(self, make_engine: MakeEngine) -> None:
+        self._loop = EngineLoop(make_engine)
         threading.Thread(target=self._loop.run, name="engine", daemon=True).start()
 
     def process(self) -> ProcessId:
@@ -35,6 +39,8 @@ class EngineActor:
 
 
 def load_engine(model: str, config: EngineConfig) -> Engine:
+    if config.memory_nbytes is not None:
+        limit_own_memory(config.memory_nbytes)
     return Engine(model, config)
 
 
@@ -42,18 +48,19 @@ class EngineHandle:
     """An engine actor that Ray never restarts and whose calls it never repeats.
 
     num_cpus: cores that the engine will use; there must be as many
+    make_engine: runs in the actor
 
     Raises ray.exceptions.RayActorError, also from `poll`: the actor is gone.
     """
 
-    def __init__(self, num_cpus: int) -> None:
+    def __init__(self, num_cpus: int, make_engine: MakeEngine) -> None:
         actor_class = ray.remote(
             num_cpus=num_cpus,
             max_restarts=0,
             max_task_retries=0,
             concurrency_groups={_EVENTS: 1, _COMMANDS: 1},
         )(EngineActor)
-        self._actor: Any = actor_class.remote()
+        self._actor: Any = actor_class.remote(make_engine)
         process = self._actor.process.options(concurrency_group=_COMMANDS)
         self.process: ProcessId = ray.get(process.remote())
 

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from engine import Engine, EngineConfig, EngineError, Request, SamplingParams
+from jobs.board import Board
+from jobs.isolation import RowLoss
 from jobs.messages import (
     AddShard,
     BatchDone,
@@ -27,6 +29,7 @@ from jobs.messages import (
     JobFailed,
     JobReady,
     Progress,
+    RowsFailed,
     StartJob,
 )
 from jobs.records import JobError
@@ -101,7 +104,7 @@ class EngineLoop:
         elif self._job is None or command.attempt != self._job.attempt:
             return
         elif isinstance(command, AddShard):
-            self._job.source.add_shard(command.shard)
+            self._job.source.add_shard(command.shard, command.failed)
         elif isinstance(command, EndJob):
             self._end(self._job)
 
@@ -117,16 +120,33 @@ class EngineLoop:
             phases["load_s"] = round(loaded - started, 3)
             phases["compile_s"] = round(time.monotonic() - loaded, 3)
         source = self._make_source(command, self._engine)
-        clock = RowClock(command.spec.row_timeout_s)
-        self._job = _RunningJob(command.attempt, self._engine, source, clock)
+        self._job = _RunningJob(command, self._engine, source)
         record = {**self._engine.record(), **phases}
         self._events.put(JobReady(command.attempt, record))
 
     def _step(self, job: _RunningJob) -> None:
         job.fill()
-        job.sweep()
+        try:
+            job.sweep()
+        except Exception as error:
+            self._fail_rows(job, error)
+            return
         if job.is_flush_due():
             self._events.put(job.flush())
+
+    def _fail_rows(self, job: _RunningJob, error: Exception) -> None:
+        """A sweep failed, so one of its rows may be bad: the runner finds out which."""
+        rows, detail = job.rows_on_board(), traceback.format_exc()
+        if not rows:
+            raise error
+        if isinstance(error, MemoryError):
+            loss = RowLoss("out_of_memory", f"the engine ran out of memory: {error}")
+        else:
+            loss = RowLoss("internal_error", f"{type(error).__name__}: {error}")
+        if job.source.num_finished:
+            self._events.put(job.flush())
+        self._drop_job()
+        self._events.put(RowsFailed(job.attempt, rows, loss, detail))
 
     def _end(self, job: _RunningJob) -> None:
         if job.source.num_finished:
@@ -137,8 +157,7 @@ class EngineLoop:
     def _drop_job(self) -> None:
         job, self._job = self._job, None
         if job is not None:
-            job.engine.cancel_all()
-            job.source.close()
+            job.close()
 
     def _fail(self, error: Exception) -> None:
         known = isinstance(error, EngineError | JobError | OSError)
@@ -150,11 +169,13 @@ class EngineLoop:
 class _RunningJob:
     """One job inside the loop."""
 
-    def __init__(self, attempt: int, engine: Engine, source: RowSource, clock: RowClock) -> None:
-        self.attempt = attempt
+    def __init__(self, command: StartJob, engine: Engine, source: RowSource) -> None:
+        self.attempt = command.attempt
         self.engine = engine
         self.source = source
-        self._clock = clock
+        self._max_rows = command.max_rows
+        self._board = None if command.board is None else Board(command.board, command.attempt)
+        self._clock = RowClock(command.spec.row_timeout_s)
         self._base = asdict(engine.totals)
         self._first_admission_at: float | None = None
         self._flushed_at = time.monotonic()
@@ -169,7 +190,11 @@ class _RunningJob:
         engine, source = self.engine, self.source
         deadline = time.monotonic() + FILL_TIME_S
         target = max(MIN_WAITING, 2 * engine.num_running)
+        if self._max_rows is not None:
+            target = min(target, self._max_rows - engine.num_running)
         while source.has_unread and engine.num_waiting < target:
+            if self._board is not None:
+                self._board.begin((source.next_row,))
             request = source.next_request()
             if request is not None:
                 engine.add(request)
@@ -181,10 +206,25 @@ class _RunningJob:
             return
         if self._first_admission_at is None:
             self._first_admission_at = time.time()
+        self.engine.admit()
+        if self._board is not None:
+            self._board.begin(self.rows_on_board())
         for row in self.engine.sweep():
             self.source.finish(row)
+        if self._board is not None:
+            self._board.end()
         for (row_index, sample_index), error in self._clock.late_rows(self.engine.rows_on_board()):
             self.source.finish(self.engine.cancel_row(row_index, sample_index, error))
+
+    def rows_on_board(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(row for row, _ in self.engine.rows_on_board()))
+
+    def close(self) -> None:
+        self.engine.cancel_all()
+        self.source.close()
+        if self._board is not None:
+            self._board.clear()
+            self._board.close()
 
     def is_flush_due(self) -> bool:
         """Once a second, or when much has come together; at once when the engine runs dry."""

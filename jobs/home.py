@@ -56,6 +56,11 @@ class Home:
         return self.path / "driver.json"
 
     @property
+    def board_path(self) -> Path:
+        """Where the engine actor notes the rows on board."""
+        return self.path / "board"
+
+    @property
     def jobs_dir(self) -> Path:
         return self.path / "jobs"
 

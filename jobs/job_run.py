@@ -5,6 +5,7 @@ It knows the store and the results folder; it knows nothing of processes.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from jobs.dataset import OnProgress, count_rows
 from jobs.id_counts import IdCounter
+from jobs.isolation import Isolation
 from jobs.messages import BatchDone
 from jobs.publish import claim_folder
 from jobs.records import Job, JobError, JobState, Part, Shard
@@ -50,6 +52,7 @@ class JobRun:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.job = job
+        self.isolation = Isolation()
         self._store = store
         self._publish = publish
         self._clock = clock
@@ -118,7 +121,9 @@ class JobRun:
         return self._num_done
 
     def shards(self) -> Iterator[Shard]:
-        """What is still to run, in order, as row ranges."""
+        """What is to run next, in order, as row ranges: suspects alone where there are any."""
+        if suspects := self.isolation.rows:
+            return shards_of(suspects, self.job.spec.shard_rows)
         return plan_shards(self._num_rows, self.job.spec.shard_rows, self._settled_rows)
 
     def _settled_rows(self, begin: int, end: int) -> npt.NDArray[np.int64]:
@@ -155,6 +160,7 @@ class JobRun:
         if batch is not None and batch.row_indices:
             self._num_done = self._store.commit_batch(self.job.id, batch)
             self._num_ok += batch.num_ok
+            self.isolation.settle(batch.row_indices, batch.num_ok)
         progress = event.progress
         if self._record.get("first_admission_at") is None:
             self._record["first_admission_at"] = progress.first_admission_at
@@ -240,3 +246,12 @@ def plan_shards(
         done = np.unique(done_rows(begin, end))
         if len(done) < end - begin:
             yield Shard(number=number, begin=begin, end=end, done=tuple(done.tolist()))
+
+
+def shards_of(rows: Sequence[int], shard_rows: int) -> Iterator[Shard]:
+    """Row ranges, none longer than `shard_rows`, that hold these rows, ascending, and no others."""
+    for number, some in itertools.groupby(rows, key=lambda row: row // shard_rows):
+        members = list(some)
+        begin, end = members[0], members[-1] + 1
+        others = sorted(set(range(begin, end)) - set(members))
+        yield Shard(number=number, begin=begin, end=end, done=tuple(others))

@@ -7,9 +7,10 @@ number that the runner never uses twice, so that what an abandoned attempt still
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from jobs.isolation import RowLoss
 from jobs.processes import ProcessId
 from jobs.records import JobSpec, Manifest, RowBatch, Shard
 
@@ -19,20 +20,28 @@ class StartJob:
     """Make an engine for the job's model ready, or reuse the one that is.
 
     created_at: of the job, Unix seconds; templates that print a date print this one
+    max_rows: most rows on board; None leaves it to the engine
+    board: file in which the actor notes the rows on board; None where nobody would read it
     """
 
     attempt: int
     spec: JobSpec
     manifest: Manifest
     created_at: float
+    max_rows: int | None = None
+    board: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AddShard:
-    """Run these rows after those added before."""
+    """Run these rows after those added before.
+
+    failed: rows among them that only get an error result
+    """
 
     attempt: int
     shard: Shard
+    failed: Mapping[int, RowLoss] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +120,30 @@ class JobFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsFailed:
+    """A sweep with these rows on board failed; the attempt is over, its other rows are well."""
+
+    attempt: int
+    rows: tuple[int, ...]
+    loss: RowLoss
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class DriverFailed:
-    """Ray or the actor is gone or would not start."""
+    """Ray or the actor is gone or would not start. engine_died: the actor, while it had a job"""
 
     reason: str
+    engine_died: bool = False
 
 
-Event = DriverReady | ActorStarted | JobReady | BatchDone | JobEnded | JobFailed | DriverFailed
+Event = (
+    DriverReady
+    | ActorStarted
+    | JobReady
+    | BatchDone
+    | JobEnded
+    | JobFailed
+    | RowsFailed
+    | DriverFailed
+)

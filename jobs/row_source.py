@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -13,6 +13,7 @@ from engine.chat import ChatTemplate, PromptTemplate
 from engine.tokenizer import Tokenizer
 from jobs.columns import bind_columns
 from jobs.dataset import InputBatch, RecordBatch, RowReader, Schema, read_schema
+from jobs.isolation import RowLoss
 from jobs.messages import StartJob
 from jobs.prepare import RowFacts, RowPreparer, error_row
 from jobs.records import JobSpec, RowBatch, Shard
@@ -57,6 +58,7 @@ class RowSource:
         self._pending: dict[int, _Pending] = {}
         self._unfinished: dict[int, int] = {}
         self._finished: list[ResultRow] = []
+        self._failed: dict[int, RowLoss] = {}
 
     @classmethod
     def open(cls, command: StartJob, engine: Engine) -> RowSource:
@@ -89,7 +91,9 @@ class RowSource:
 
     # ---- rows in -------------------------------------------------------------------------
 
-    def add_shard(self, shard: Shard) -> None:
+    def add_shard(self, shard: Shard, failed: Mapping[int, RowLoss]) -> None:
+        """Read this shard after those before. failed: rows that only become error rows"""
+        self._failed |= failed
         self._unfinished[shard.number] = shard.end - shard.begin - len(shard.done)
         self._shards.append(shard)
 
@@ -104,15 +108,23 @@ class RowSource:
                 self._rows = self._read(self._shards.popleft())
         return True
 
+    @property
+    def next_row(self) -> int:
+        """Index of the row that `next_request` prepares."""
+        assert self.has_unread and self._next is not None
+        return self._next.index
+
     def next_request(self) -> Request | None:
         """The next row to run; None where it turned out to be an error row, which is kept."""
         assert self.has_unread and self._next is not None
         row, self._next = self._next, None
-        if isinstance(row.values, RowError):
-            prepared: Request | FinishedRow = error_row(row.index, row.values)
+        loss = self._failed.pop(row.index, None)
+        values = RowError(loss.code, loss.reason) if loss else row.values
+        if isinstance(values, RowError):
+            prepared: Request | FinishedRow = error_row(row.index, values)
             facts = RowFacts()
         else:
-            prepared, facts = self._preparer.prepare(row.index, row.values)
+            prepared, facts = self._preparer.prepare(row.index, values)
         self._pending[row.index] = _Pending(row.shard, facts, row.carried, row.replaced)
         if isinstance(prepared, Request):
             return prepared

@@ -18,9 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jobs.control import RunnerLock, ensure_runner, environment_of
-from jobs.dispatch import Dispatch
+from jobs.dispatch import Dispatch, RowsFailedError
 from jobs.driver_process import DriverProcess, EngineLostError, clear_leftovers
 from jobs.home import Home
+from jobs.isolation import RowLoss
 from jobs.job_run import JobRun, Publisher
 from jobs.processes import ProcessId, boot_id
 from jobs.publish import publish_part
@@ -37,6 +38,7 @@ HEARTBEAT_INTERVAL_S = 5.0
 EVENT_TIMEOUT_S = 1.0
 STOP_TIMEOUT_S = 10.0
 MAX_FRUITLESS_RESTARTS = 3
+MAX_ROWS_LOST_IN_SERIES = 8
 
 log = logging.getLogger("jobs.runner")
 
@@ -180,26 +182,43 @@ class Runner:
             try:
                 if self._drive(run):
                     return
+            except RowsFailedError as error:
+                accuse(run, error.rows, error.loss)
             except EngineLostError as error:
+                rows = self._lose_engine(run, error)
+                if error.loss is not None and rows:
+                    accuse(run, rows, error.loss)
+                    fruitless = 0
+                    continue
                 fruitless = 0 if run.num_done > before else fruitless + 1
-                log.warning("job %s lost its engine: %s", run.job.id, error)
-                if self._driver is not None and (words := self._driver.last_words()):
-                    log.warning("the engine actor's last words:\n%s", words)
-                self._discard_driver()
                 if fruitless > MAX_FRUITLESS_RESTARTS:
                     reason = f"the engine was lost {fruitless} times without a finished row"
                     raise JobError(f"{reason}; the last time: {error}") from error
         state = run.finish()
         log.info("job %s is %s: %d rows", run.job.id, state, run.num_done)
 
+    def _lose_engine(self, run: JobRun, error: EngineLostError) -> tuple[int, ...]:
+        """Clear away a lost engine; returns the rows it had on board."""
+        log.warning("job %s lost its engine: %s", run.job.id, error)
+        rows: tuple[int, ...] = ()
+        if self._driver is not None:
+            rows = self._driver.rows_on_board()
+            if words := self._driver.last_words():
+                log.warning("the engine actor's last words:\n%s", words)
+        self._discard_driver()
+        return rows
+
     def _drive(self, run: JobRun) -> bool:
-        """Run what is left of a job; returns whether it was stopped before its end."""
+        """Run a job's suspect rows, or else all that are left.
+
+        Returns whether the job was stopped before its end.
+        """
         if self._driver is None:
             self._driver = self._start_driver(self._home)
         self._attempt += 1
         dispatch = Dispatch(self._attempt, run, self._driver)
         try:
-            while not run.is_complete:
+            while not dispatch.is_through:
                 self._beat()
                 request = self._store.job(run.job.id).request
                 if self._stop.is_set or request is not None or run.too_many_errors():
@@ -218,6 +237,8 @@ class Runner:
         run = dispatch.run
         try:
             dispatch.drain(STOP_TIMEOUT_S)
+        except RowsFailedError as error:
+            log.warning("job %s: its last sweep failed: %s", run.job.id, error)
         except EngineLostError as error:
             log.warning("job %s lost its engine while it stopped: %s", run.job.id, error)
             self._discard_driver()
@@ -244,6 +265,27 @@ class Runner:
             case None:
                 run.stop("interrupted", "its runner was stopped")
         log.info("job %s is %s", run.job.id, self._store.job(run.job.id).state)
+
+
+def accuse(run: JobRun, rows: tuple[int, ...], loss: RowLoss) -> None:
+    """Run the rows of a loss again, fewer at once; a row that was alone once too often is given up.
+
+    Raises JobError: row after row is given up, so the rows are not the cause.
+    """
+    run.isolation.accuse(rows, loss)
+    log.warning(
+        "job %s: %s, with %d on board; what was there runs again, at most %d at once%s",
+        run.job.id,
+        loss.reason,
+        len(rows),
+        run.isolation.max_rows,
+        f"; row {rows[0]} is given up: {loss.code}" if rows[0] in run.isolation.failed else "",
+    )
+    if run.isolation.num_failed_in_series > MAX_ROWS_LOST_IN_SERIES:
+        raise JobError(
+            f"{run.isolation.num_failed_in_series} rows in succession failed alone, so the cause "
+            f"is not in them; the last time: {loss.reason}"
+        )
 
 
 def check_job_environment(job: Job) -> None:

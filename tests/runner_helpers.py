@@ -124,6 +124,9 @@ class ScriptedDriver:
         events, self._events = self._events[:1], self._events[1:]
         return events
 
+    def rows_on_board(self) -> tuple[int, ...]:
+        return ()
+
     def last_words(self) -> str:
         return "segmentation fault"
 

@@ -1,0 +1,30 @@
+"""A runner for tests whose engine certain rows bring down: `python -m tests.faulty_runner HOME`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+
+from jobs.control import RunnerLock
+from jobs.driver_process import DriverProcess
+from jobs.home import Home
+from jobs.runner import LOG_FORMAT, Runner
+from jobs.stop_signal import StopSignal
+from jobs.store import JobStore
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    home = Home.open(sys.argv[1])
+    start = functools.partial(DriverProcess, module="tests.faulty_engine")
+    with (
+        StopSignal().install() as stop,
+        RunnerLock(home) as lock,
+        JobStore(home.state_path) as store,
+    ):
+        Runner(home, lock, store=store, stop=stop, start_driver=start).run()
+
+
+if __name__ == "__main__":
+    main()
