@@ -10,10 +10,9 @@ import os
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ from jobs.formats import jsonl_file
 from jobs.formats.base import OnBadUtf8
 from jobs.formats.column_types import SeenColumns
 from jobs.formats.csv_file import CsvFormat
-from jobs.formats.records import FILE_START, Record
+from jobs.formats.records import FILE_START, Place, Record
 from jobs.formats.text_file import INDEX_ROWS, ReadRecords
 from jobs.id_counts import IdCounter, id_column
 from jobs.records import DatasetError, InputFile, Manifest, TextColumn
@@ -39,19 +38,15 @@ def record_reader(manifest: Manifest, path: str, on_bad_utf8: OnBadUtf8) -> Read
     Raises DatasetError: a CSV file has no header.
     """
     if manifest.format == "jsonl":
-        return partial(_jsonl_records, on_bad_utf8)
+        return jsonl_file.read_records
     form = CsvFormat(manifest.encoding, manifest.delimiter, on_bad_utf8)
     with open(path, "rb") as source:
         names, first = form.read_header(source, path)
 
-    def read(source: BinaryIO, start: Any) -> Iterator[Record]:
+    def read(source: BinaryIO, start: Place) -> Iterator[Record]:
         return form.read_records(source, path, names, max(start, first))
 
     return read
-
-
-def _jsonl_records(on_bad_utf8: OnBadUtf8, source: BinaryIO, start: Any) -> Iterator[Record]:
-    return jsonl_file.read_records(source, on_bad_utf8, start)
 
 
 # ---- submit: the first rows --------------------------------------------------------------

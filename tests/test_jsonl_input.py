@@ -176,12 +176,23 @@ def test_bad_text_is_replaced_on_demand_and_marked(tmp_path: Path, text: bytes) 
 
 def test_half_of_a_surrogate_pair_is_the_error_of_its_row(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_bytes(rb'{"id": "\ud800", "prompt": "ok"}' + b"\n" + rb'{"prompt": "\ud83d\ude00"}')
-    manifest = manifest_of(path, tmp_path)
-    bad, good = values_of(manifest, ["prompt"])
-    assert bad[0] == "invalid_utf8"
+    path.write_bytes(rb'{"prompt": "\ud800"}' + b"\n" + rb'{"prompt": "\ud83d\ude00"}')
+    bad, good = values_of(manifest_of(path, tmp_path), ["prompt"])
+    assert bad[0] == "invalid_utf8" and "line 1 has half of a surrogate pair" in bad[1]
     assert good == {"prompt": "\U0001f600"}
-    assert table_of(manifest, ["id"])[0] == {"id": "\ufffd"}
+
+
+@pytest.mark.parametrize("text", [b"\xc9", rb"\ud800"], ids=["byte", "half a pair"])
+def test_bad_text_beside_the_prompt_is_replaced_and_the_row_runs(
+    tmp_path: Path, text: bytes
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"id": {"a": ["' + text + b'"]}, "prompt": "\xef\xbf\xbd"}')
+    with RowReader(manifest_of(path, tmp_path), ["id"], values=["prompt"]) as reader:
+        ((_, batch),) = reader.read(0, 1)
+    assert batch.values == [{"prompt": "\ufffd"}]
+    assert batch.table.to_pylist() == [{"id": '{"a": ["\ufffd"]}'}]
+    assert batch.replaced == [("id",)]
 
 
 def test_line_that_is_too_long_is_an_error_row(

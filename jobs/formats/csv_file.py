@@ -25,6 +25,7 @@ from jobs.formats.records import (
     read_lines,
     without_mark,
 )
+from jobs.formats.utf8 import repair_values, without_surrogates
 from jobs.records import DatasetError, SpecError
 
 DELIMITERS = (",", ";", "\t")
@@ -55,7 +56,8 @@ class CsvFormat:
         for _, fields in rows:
             if isinstance(fields, RowError):
                 raise DatasetError(f"input file {path}: its header cannot be read: {fields}")
-            names = [name or f"column_{number}" for number, name in enumerate(fields, 1)]
+            named = [name or f"column_{number}" for number, name in enumerate(fields, 1)]
+            names = [without_surrogates(name) for name in named]
             _refuse_double_names(names, path)
             return names, rows.place
         raise DatasetError(f"input file {path} has no header: its first row names the columns")
@@ -76,19 +78,22 @@ class CsvFormat:
                 yield Record(place, nbytes, {}, _wrong_width(place, len(fields), len(names)))
             else:
                 values = dict(zip(names, fields, strict=True))
-                yield Record(place, nbytes, values, None, rows.is_repaired)
+                repaired: tuple[str, ...] = ()
+                if rows.is_bad:
+                    values, repaired = repair_values(values)
+                yield Record(place, nbytes, values, None, repaired)
 
 
 class _Rows:
     """Rows of fields, with their places, as the csv module cuts them out of the lines.
 
     place: where the next row begins
-    is_repaired: the row that came last had bytes that were replaced
+    is_bad: the row that came last has surrogates in the place of bytes that are to be replaced
     """
 
     def __init__(self, source: BinaryIO, path: str, start: Place, form: CsvFormat) -> None:
         self.place = start
-        self.is_repaired = False
+        self.is_bad = False
         self._path = path
         self._form = form
         self._row_begin = start
@@ -97,7 +102,7 @@ class _Rows:
 
     def __iter__(self) -> Iterator[tuple[Place, list[str] | RowError]]:
         while True:
-            self._row_begin, self.is_repaired = self.place, False
+            self._row_begin, self.is_bad = self.place, False
             try:
                 fields = next(self._reader)
             except StopIteration:
@@ -126,8 +131,8 @@ class _Rows:
             return line.decode(form.encoding)
         except UnicodeDecodeError as error:
             if form.on_bad_utf8 == "replace":
-                self.is_repaired = True
-                return line.decode(form.encoding, "replace")
+                self.is_bad = True
+                return line.decode(form.encoding, "surrogateescape")
             raise DatasetError(
                 f"input file {self._path}: {describe_bad_byte(error, place)} is not "
                 f"{form.encoding}; name the file's encoding with --encoding, for instance cp1252, "

@@ -29,14 +29,15 @@ class Record:
     values: by column name; for JSON lines whatever JSON has, for CSV text; what could be read
         where there is an error
     error: why the row cannot run
-    is_repaired: bytes that are not UTF-8 were replaced in `values`
+    repaired: columns of which bad text was replaced in `values`; bad_text: what was bad
     """
 
     place: Place
     nbytes: int
     values: dict[str, Any]
     error: RowError | None = None
-    is_repaired: bool = False
+    repaired: tuple[str, ...] = ()
+    bad_text: str = ""
 
 
 def read_lines(source: BinaryIO, start: Place) -> Iterator[tuple[Place, bytes]]:

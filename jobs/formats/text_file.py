@@ -86,12 +86,18 @@ class TextReader:
     def _values(self, record: Record, row: Mapping[str, Any]) -> RowValues:
         if record.error is not None:
             return RowError(record.error.code, str(record.error))
+        if self._is_refused(record):
+            advice = "--on-bad-utf8 replace runs the row all the same"
+            return RowError("invalid_utf8", f"{record.bad_text}; {advice}")
         return {name: row.get(name) for name in self._wanted.values}
 
+    def _is_refused(self, record: Record) -> bool:
+        """What the row needs to run is bad, and is not to be replaced."""
+        bad = set(record.repaired).intersection(self._wanted.values)
+        return bool(bad) and self._wanted.on_bad_utf8 == "error"
+
     def _replaced(self, record: Record) -> tuple[str, ...]:
-        """Columns that may have been touched: the row is known, the place in it is not."""
-        if not record.is_repaired:
-            return ()
-        used = self._wanted.values if record.error is None else ()
-        names = dict.fromkeys((*self._wanted.table.names, *used))
-        return tuple(name for name in names if "\ufffd" in str(record.values.get(name)))
+        used = set(self._wanted.table.names)
+        if not self._is_refused(record):
+            used.update(self._wanted.values)
+        return tuple(name for name in record.repaired if name in used)

@@ -95,11 +95,22 @@ def _decoded(value: Any, data_type: pa.DataType) -> Any:
     return value
 
 
-# ---- strings of JSON ---------------------------------------------------------------------
+# ---- strings -----------------------------------------------------------------------------
+
+
+def repair_values(values: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A row with lone surrogates in its text replaced, and the columns that had any.
+
+    Lone surrogates, which UTF-8 cannot write, come from JSON escapes and from bytes decoded with
+    `surrogateescape`.
+    """
+    whole = {without_surrogates(name): without_surrogates(value) for name, value in values.items()}
+    pairs = zip(values.items(), whole.items(), strict=False)
+    return whole, tuple(after[0] for before, after in pairs if before != after)
 
 
 def without_surrogates(value: Any) -> Any:
-    """A JSON value with each lone surrogate in its text, which UTF-8 cannot write, replaced."""
+    """A JSON value with each lone surrogate in its text replaced."""
     if isinstance(value, str):
         return _SURROGATES.sub(REPLACEMENT, value)
     if isinstance(value, list):
