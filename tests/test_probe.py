@@ -88,9 +88,15 @@ def test_probe_finds_that_a_disk_with_one_head_wants_no_threads(large: Path) -> 
 
 
 def test_choice_is_kept_for_the_disk_and_not_measured_again(large: Path, tmp_path: Path) -> None:
-    cache_dir = tmp_path / "made" / "when needed"
+    cache_dir = tmp_path / "cache"
+    cache_dir.mkdir(parents=True)
+    (cache_dir / CACHE_NAME).write_text(json.dumps({"another disk": "kept as it is"}))
     chosen = choose_transfer([large], cache_dir)
     assert chosen in CANDIDATES
+    assert json.loads((cache_dir / CACHE_NAME).read_text()).keys() == {
+        "another disk",
+        device_key(large),
+    }
     assert list(cache_dir.iterdir()) == [cache_dir / CACHE_NAME]
     other = next(transfer for transfer in CANDIDATES if transfer != chosen)
     entry = {"chunk_nbytes": other.chunk_nbytes, "num_threads": other.num_threads}
@@ -106,6 +112,7 @@ def test_choice_is_kept_for_the_disk_and_not_measured_again(large: Path, tmp_pat
 def test_damaged_cache_is_measured_anew_and_mended(large: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / CACHE_NAME).write_text(text.replace("KEY", device_key(large)))
     chosen = choose_transfer([large], tmp_path)
+    assert os.listdir(tmp_path) == [CACHE_NAME]
     kept = json.loads((tmp_path / CACHE_NAME).read_text())[device_key(large)]
     assert Transfer(**kept) == chosen
 
@@ -227,3 +234,8 @@ def test_copy_rate_is_that_of_memory() -> None:
     rate = measure_copy(2, num_repeats=1)
     assert rate.num_threads == 2
     assert 1e8 < rate.bytes_per_s < 1e13
+
+
+def test_cache_folder_is_made_when_needed(large: Path, tmp_path: Path) -> None:
+    choose_transfer([large], tmp_path / "made" / "here")
+    assert (tmp_path / "made" / "here" / CACHE_NAME).is_file()
