@@ -16,18 +16,20 @@ from engine.chat import ChatTemplate, chat_template_of
 from engine.gguf_file import GgufFile
 from engine.hparams import check_tensors, read_hparams
 from engine.kv_cache import KvCache, pages_for
-from engine.machine import free_memory_nbytes, usable_cores
-from engine.model import Model, kv_shape
+from engine.loading import load_model
+from engine.machine import usable_cores
+from engine.model import kv_shape
 from engine.params import validate_params
-from engine.planner import plan_memory
+from engine.planner import Plan, Rates, Workload
 from engine.requests import EngineConfig, FinishedRow, Request, RowError
 from engine.rows import ActiveRow, failed_row
 from engine.sampler import choose
 from engine.scheduler import Chunk, admission_budget, compose_sweep
 from engine.tokenizer import Tokenizer
-from engine.weights import WeightLoader, expanded_nbytes, stored_nbytes
-from kernels.ops import Batch, Float32, KvType, Ops
-from nvme import Reader, open_reader
+from kernels.ops import Batch, Float32, KvPool, KvType, Ops
+from nvme import Reader, ReadError
+
+MAX_SWEEP_TRIES = 3
 
 
 @dataclass(slots=True)
@@ -35,6 +37,7 @@ class Totals:
     """What an engine has done since it was loaded."""
 
     num_sweeps: int = 0
+    num_failed_sweeps: int = 0
     num_rows: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -53,7 +56,9 @@ class Engine:
     model: GGUF file; of a split one, the first shard
     config: budgets and layouts
     ops: compute backend; None makes the CPU backend
-    reader_factory: opens a reader on the model's files; None takes the mmap reader
+    reader_factory: opens a reader on the model's files; None takes the configured one
+    plan: how to divide memory; None takes the best for `rates` and `workload`: what the machine
+        does, and what is to be done
     progress: called as (layers loaded, layers) while loading
 
     Raises GgufError, UnsupportedModelError, TokenizerError, MemoryBudgetError, ReadError.
@@ -66,6 +71,9 @@ class Engine:
         *,
         ops: Ops | None = None,
         reader_factory: Callable[[Sequence[Path]], Reader] | None = None,
+        plan: Plan | None = None,
+        rates: Rates | None = None,
+        workload: Workload | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.config = config or EngineConfig()
@@ -77,29 +85,21 @@ class Engine:
         self.chat_template: ChatTemplate | None = chat_template_of(file, self.tokenizer)
         self._ops = ops or default_ops(self.config.num_threads)
         compiled = time.perf_counter()
-        shape = kv_shape(self.hparams)
-        self.plan = plan_memory(
+        loaded = load_model(
+            file,
             self.hparams,
             self.config,
-            stored_nbytes=stored_nbytes(file),
-            expanded_nbytes=expanded_nbytes(file),
-            page_nbytes=self._ops.kv_page_nbytes(shape, self.config.kv_type),
-            free_nbytes=free_memory_nbytes(self.config.memory_nbytes),
+            self._ops,
+            plan=plan,
+            rates=rates,
+            workload=workload,
+            open_files=reader_factory,
+            progress=progress,
         )
-        reader = reader_factory(file.paths) if reader_factory else open_reader("mmap", file.paths)
-        self._reader_name = reader.name
-        try:
-            loader = WeightLoader(file, reader, self._ops, expand=self.plan.expand)
-            self._model = Model(
-                self.hparams,
-                loader.load(self.hparams, progress),
-                self._ops,
-                max_tokens=self.plan.sweep_tokens,
-                freq_factors=loader.vector_or_none("rope_freqs.weight"),
-            )
-        finally:
-            reader.close()
-        pool = self._ops.kv_pool(shape, num_pages=self.plan.kv_pages, kv_type=self.config.kv_type)
+        self.plan, self._model, self._reader_name = loaded.plan, loaded.model, loaded.reader_name
+        pool = self._ops.kv_pool(
+            kv_shape(self.hparams), num_pages=self.plan.kv_pages, kv_type=self.config.kv_type
+        )
         self._cache = KvCache(self.plan.kv_pages, self._ops, pool)
         self._waiting: deque[Request] = deque()
         self._rejected: list[FinishedRow] = []
@@ -140,7 +140,7 @@ class Engine:
             "num_threads": self._ops.num_workers,
             "reader": self._reader_name,
             "architecture": self.hparams.architecture,
-            "weight_layout": self._model.weights.layers[0].qkv.layout,
+            "weight_layout": "f32-panels" if self.plan.expand else "gguf-rows",
             "kv_type": self.config.kv_type,
             "context_length": self.context_length,
             **asdict(self.plan),
@@ -218,11 +218,12 @@ class Engine:
                 segments=np.array([[0, n]], np.int32),
                 logit_indices=np.arange(n, dtype=np.int32),
             )
-            out[begin : begin + n] = self._model.forward(batch, pool)
+            out[begin : begin + n] = self._forward(batch, pool)
         return out
 
     def close(self) -> None:
-        """Stop the backend's workers. Idempotent."""
+        """Stop the stream and the backend's workers. Idempotent."""
+        self._model.close()
         self._ops.close()
 
     def __enter__(self) -> Self:
@@ -301,7 +302,7 @@ class Engine:
             self._page_table[chunk.slot, : len(kv.pages)] = kv.pages
         pool = self._cache.pool
         assert pool is not None
-        logits = self._model.forward(self._batch(chunks), pool)
+        logits = self._forward(self._batch(chunks), pool)
         rows = [self._running[chunk.slot] for chunk in chunks if chunk.wants_logits]
         chosen = choose(
             logits,
@@ -317,6 +318,22 @@ class Engine:
                 finished.append(ended)
                 self._leave(row.slot)
         return finished
+
+    def _forward(self, batch: Batch, pool: KvPool) -> Float32:
+        """One pass over the layers; one whose reads fail is run again from its first layer.
+
+        The tokens, their positions and their pages are the same, so what the failed pass wrote
+        is written over. Raises ReadError: after the last of `MAX_SWEEP_TRIES`.
+        """
+        for left in reversed(range(MAX_SWEEP_TRIES)):
+            try:
+                return self._model.forward(batch, pool)
+            except ReadError:
+                self.totals.num_failed_sweeps += 1
+                if left == 0:
+                    raise
+                self._model.restart_stream()
+        raise AssertionError("unreachable")
 
     def _batch(self, chunks: list[Chunk]) -> Batch:
         lengths = np.array([chunk.end - chunk.begin for chunk in chunks], np.int32)

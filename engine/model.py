@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from engine.hparams import Hparams, rope_tables
-from engine.weights import LayerWeights, Weights
+from engine.weight_stream import WeightStream
+from engine.weights import LayerMatrices, LayerVectors, Weights
 from kernels.ops import Batch, Float32, HeadParams, KvPool, KvShape, Ops, Rope
 
 
@@ -49,14 +50,16 @@ class Model:
         *,
         max_tokens: int,
         freq_factors: Float32 | None = None,
+        stream: WeightStream | None = None,
     ) -> None:
         self.hparams = hparams
         self.weights = weights
         self.ops = ops
         self.buffers = Buffers(hparams, max_tokens)
+        self.stream = stream
         self._freq_factors = freq_factors
         self._rope = self._tables(min(1024, hparams.context_length))
-        self._heads = [self._head_params(layer) for layer in weights.layers]
+        self._heads = [self._head_params(vectors) for vectors in weights.vectors]
 
     def forward(self, batch: Batch, pool: KvPool) -> Float32:
         """Run the batch through all layers, adding its keys and values to the pool.
@@ -67,7 +70,19 @@ class Model:
         plan = self.ops.plan(batch, kv_shape(self.hparams), self.hparams.num_heads)
         logits = self.buffers.logits[: len(batch.logit_indices)]
         self.ops.run(lambda worker: self._sweep(worker, plan, batch, pool, logits))
+        if self.stream is not None:
+            self.stream.advance()
         return logits
+
+    def restart_stream(self) -> None:
+        """Begin to stream from the first parcel again, after a sweep that failed."""
+        if self.stream is not None:
+            self.stream.restart()
+
+    def close(self) -> None:
+        """Stop streaming. Idempotent."""
+        if self.stream is not None:
+            self.stream.close()
 
     def _sweep(
         self, worker: int, plan: object, batch: Batch, pool: KvPool, logits: Float32
@@ -77,31 +92,52 @@ class Model:
         b = self.buffers
         x, normed = b.x[:n], b.normed[:n]
         ops.embed(worker, plan, weights.embedding, batch.token_ids, x)
-        for index, layer in enumerate(weights.layers):
-            ops.rms_norm(worker, plan, x, layer.attn_norm, eps, normed)
-            self._attention(worker, plan, batch, pool, index, layer)
-            ops.rms_norm(worker, plan, x, layer.ffn_norm, eps, normed)
-            ops.matmul(worker, plan, normed, layer.gate_up, b.gate_up[:n])
+        for index, vectors in enumerate(weights.vectors):
+            matrices = self._layer(worker, index)
+            ops.rms_norm(worker, plan, x, vectors.attn_norm, eps, normed)
+            self._attention(worker, plan, batch, pool, index, vectors, matrices)
+            ops.rms_norm(worker, plan, x, vectors.ffn_norm, eps, normed)
+            ops.matmul(worker, plan, normed, matrices.gate_up, b.gate_up[:n])
             ops.swiglu(worker, plan, b.gate_up[:n], b.activated[:n])
-            ops.matmul(worker, plan, b.activated[:n], layer.ffn_down, x, accumulate=True)
+            ops.matmul(worker, plan, b.activated[:n], matrices.ffn_down, x, accumulate=True)
+        self._logits(worker, plan, batch, x, logits)
+
+    def _layer(self, worker: int, index: int) -> LayerMatrices:
+        resident = self.weights.layers[index]
+        if resident is not None:
+            return resident
+        assert self.stream is not None
+        return self.stream.layer(worker, index)
+
+    def _logits(self, worker: int, plan: object, batch: Batch, x: Float32, logits: Float32) -> None:
+        head = self.weights.head
+        if head is None:
+            assert self.stream is not None
+            head = self.stream.head(worker)
         if len(batch.logit_indices):
-            scratch = b.head_normed[: len(batch.logit_indices)]
-            ops.head(worker, plan, x, weights.output_norm, eps, weights.head,
-                     batch.logit_indices, scratch, logits)  # fmt: skip
+            scratch = self.buffers.head_normed[: len(batch.logit_indices)]
+            norm, eps = self.weights.output_norm, self.hparams.norm_eps
+            self.ops.head(worker, plan, x, norm, eps, head, batch.logit_indices, scratch, logits)
 
     def _attention(
-        self, worker: int, plan: object, batch: Batch, pool: KvPool, index: int,
-        layer: LayerWeights,
-    ) -> None:  # fmt: skip
+        self,
+        worker: int,
+        plan: object,
+        batch: Batch,
+        pool: KvPool,
+        index: int,
+        vectors: LayerVectors,
+        matrices: LayerMatrices,
+    ) -> None:
         ops, b, n = self.ops, self.buffers, batch.num_tokens
         qkv, q, out = b.qkv[:n], b.q[:n], b.attention[:n]
         head = self._heads[index]
-        ops.matmul(worker, plan, b.normed[:n], layer.qkv, qkv, bias=layer.qkv_bias)
+        ops.matmul(worker, plan, b.normed[:n], matrices.qkv, qkv, bias=vectors.qkv_bias)
         ops.rope_store(worker, plan, qkv, head, self._rope, batch, pool, index, q)
         ops.attention(worker, plan, q, head, batch, pool, index, out)
-        ops.matmul(worker, plan, out, layer.attn_output, b.x[:n], accumulate=True)
+        ops.matmul(worker, plan, out, matrices.attn_output, b.x[:n], accumulate=True)
 
-    def _head_params(self, layer: LayerWeights) -> HeadParams:
+    def _head_params(self, vectors: LayerVectors) -> HeadParams:
         h = self.hparams
         return HeadParams(
             num_heads=h.num_heads,
@@ -109,8 +145,8 @@ class Model:
             key_length=h.key_length,
             value_length=h.value_length,
             norm_eps=h.norm_eps,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
+            q_norm=vectors.q_norm,
+            k_norm=vectors.k_norm,
         )
 
     def _tables(self, num_positions: int) -> Rope:

@@ -1,32 +1,130 @@
-"""Memory decisions, as pure functions: weight layout, KV pages, sweep budget."""
+"""Decisions about memory and sweeps, as pure functions of sizes, rates and the work to do.
+
+A sweep takes max(S / W, D + c·tokens): S bytes streamed over W bytes/s, D seconds that a pass
+over all weights costs whatever the tokens, c seconds of products per token. Rows on board are
+limited by KV memory, so where the model does not fit, every number of resident layers and every
+sweep budget is tried, and the pair with the shortest predicted job wins.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from engine.hparams import Hparams
 from engine.kv_cache import pages_for
+from engine.placement import spread
 from engine.requests import EngineConfig, MemoryBudgetError
 
 DEFAULT_SWEEP_TOKENS = 512
+SWEEP_TOKENS_TRIED = (64, 128, 256, 512, 1024, 2048)
 DEFAULT_KV_NBYTES = 8 << 30  # more rows than this holds fill no core any further
+RING_PARCELS = 4  # of the largest size: one in use, the others coming
+FIXED_NBYTES = 48 << 20  # stacks, Python objects, scratch of the workers
+EXPANDED = "expanded"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryPlan:
-    """How an engine divides its memory.
+class Part:
+    """A layer, the head or the embedding.
 
-    expand: weights kept as float32 in the product's layout
-    weights_nbytes, activations_nbytes: what those take
-    kv_pages: pages of the pool
+    stored_nbytes: as the file has it
+    slot_nbytes: of its place in the ring, alignment included
+    values: number of weights by type name
+    """
+
+    stored_nbytes: int
+    slot_nbytes: int
+    values: Mapping[str, int]
+
+    @property
+    def num_values(self) -> int:
+        return sum(self.values.values())
+
+    @property
+    def expanded_nbytes(self) -> int:
+        return 4 * self.num_values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSizes:
+    """What a model takes. head: None where it is the embedding. page_nbytes: a KV page."""
+
+    embedding: Part
+    layers: tuple[Part, ...]
+    head: Part | None
+    vectors_nbytes: int
+    page_nbytes: int
+
+    @property
+    def stored_nbytes(self) -> int:
+        parts = [self.embedding, *self.layers, *([self.head] if self.head else [])]
+        return self.vectors_nbytes + sum(part.stored_nbytes for part in parts)
+
+    @property
+    def expanded_nbytes(self) -> int:
+        """Layers and head as float32; a separate embedding stays as it is."""
+        products = [*self.layers, self.head or self.embedding]
+        separate = self.embedding.stored_nbytes if self.head else 0
+        return self.vectors_nbytes + separate + sum(part.expanded_nbytes for part in products)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What the machine does, measured.
+
+    disk_nbytes_per_s: reads of model files
+    values_per_s: weights that one pass takes, whatever the tokens, by type name; "expanded" too
+    flops_per_s: of products of many tokens
+    """
+
+    disk_nbytes_per_s: float
+    values_per_s: Mapping[str, float]
+    flops_per_s: float
+
+
+# A slow laptop's; only the choice between plans depends on them, and a probe replaces them.
+DEFAULT_RATES = Rates(disk_nbytes_per_s=1e9, values_per_s={}, flops_per_s=1e11)
+_DEFAULT_VALUES_PER_S = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """The rows to run: their number, and mean tokens of prompts and outputs."""
+
+    num_rows: int = 1000
+    prompt_tokens: float = 256.0
+    output_tokens: float = 128.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How an engine divides its memory, and what that should give.
+
+    expand: resident weights kept as float32 in the product's layout
+    resident: for each layer, whether it stays in memory; head_resident: the same of the head
+    weights_nbytes, ring_nbytes, activations_nbytes, kv_pages, kv_nbytes: where memory goes
     sweep_tokens: most tokens of a sweep, and most rows on board
+    streamed_nbytes: bytes that cross the link in each sweep
+    predicted: figures by name; see `predict`
     """
 
     expand: bool
+    resident: tuple[bool, ...]
+    head_resident: bool
     weights_nbytes: int
+    ring_nbytes: int
     activations_nbytes: int
     kv_pages: int
+    kv_nbytes: int
     sweep_tokens: int
+    streamed_nbytes: int
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def streams(self) -> bool:
+        return self.streamed_nbytes > 0
 
 
 def activations_nbytes(hparams: Hparams, sweep_tokens: int) -> int:
@@ -38,61 +136,207 @@ def activations_nbytes(hparams: Hparams, sweep_tokens: int) -> int:
     return 4 * sweep_tokens * width
 
 
-def choose_expand(config: EngineConfig, expanded_nbytes: int, free_nbytes: int) -> bool:
-    """Whether weights are kept as float32. Raises MemoryBudgetError for `always` without room."""
-    if config.expand == "never":
-        return False
-    if config.expand == "auto":
-        return expanded_nbytes <= free_nbytes // 2
-    if expanded_nbytes > free_nbytes:
-        raise MemoryBudgetError(
-            f"--expand always: the weights take {expanded_nbytes:,} bytes as float32, "
-            f"{free_nbytes:,} are free; use --expand auto or never"
-        )
-    return True
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """One way to divide the memory."""
+
+    expand: bool
+    num_resident: int
+    head_resident: bool
+    sweep_tokens: int
 
 
-def plan_memory(
-    hparams: Hparams,
-    config: EngineConfig,
-    *,
-    stored_nbytes: int,
-    expanded_nbytes: int,
-    page_nbytes: int,
-    free_nbytes: int,
-) -> MemoryPlan:
-    """Divide `free_nbytes` between weights, work buffers and KV pages.
+class Planner:
+    """Tries ways to divide `free_nbytes` and predicts what each gives."""
 
-    stored_nbytes, expanded_nbytes: all weights as the file has them, and as float32
-    page_nbytes: one KV page over all layers
-    Raises MemoryBudgetError: when not even one page of KV fits, or a budget is below one page.
-    """
-    expand = choose_expand(config, expanded_nbytes, free_nbytes)
-    weights_nbytes = expanded_nbytes if expand else stored_nbytes
-    sweep_tokens = config.sweep_tokens or DEFAULT_SWEEP_TOKENS
-    if sweep_tokens < 1:
-        raise MemoryBudgetError(f"--sweep-tokens {sweep_tokens}: at least 1 is needed")
-    work_nbytes = activations_nbytes(hparams, sweep_tokens)
-    left_nbytes = free_nbytes - weights_nbytes - work_nbytes
-    kv_nbytes = config.kv_memory_nbytes
-    if kv_nbytes is None:
-        kv_nbytes = min(left_nbytes // 2, DEFAULT_KV_NBYTES)
-    elif kv_nbytes > left_nbytes:
-        raise MemoryBudgetError(
-            f"--kv-memory {kv_nbytes:,} bytes: {max(0, left_nbytes):,} are left beside "
-            f"{weights_nbytes:,} of weights and {work_nbytes:,} of work buffers"
+    def __init__(
+        self,
+        hparams: Hparams,
+        config: EngineConfig,
+        sizes: ModelSizes,
+        *,
+        free_nbytes: int,
+        rates: Rates = DEFAULT_RATES,
+        workload: Workload | None = None,
+    ) -> None:
+        self._hparams = hparams
+        self._config = config
+        self._sizes = sizes
+        self._free_nbytes = free_nbytes
+        self._rates = rates
+        self._workload = workload or Workload()
+        if config.sweep_tokens is not None and config.sweep_tokens < 1:
+            raise MemoryBudgetError(f"--sweep-tokens {config.sweep_tokens}: at least 1 is needed")
+
+    def best(self) -> Plan:
+        """The plan with the shortest predicted job.
+
+        Raises MemoryBudgetError: nothing fits; says the smallest memory that does.
+        """
+        plans = [plan for way in self._ways() if (plan := self._plan(way)) is not None]
+        if not plans:
+            raise MemoryBudgetError(self._refusal())
+        return min(plans, key=lambda plan: float(plan.predicted["job_s"]))
+
+    def _ways(self) -> Iterator[_Try]:
+        """Everything resident where it fits; otherwise each number of resident layers."""
+        sweeps = self._config.sweep_tokens or DEFAULT_SWEEP_TOKENS
+        num_layers = len(self._sizes.layers)
+        whole = _Try(False, num_layers, True, sweeps)
+        expanded = _Try(True, num_layers, True, sweeps)
+        if self._config.expand == "always":
+            yield expanded
+            return
+        fits = self._sizes.expanded_nbytes <= self._free_nbytes // 2
+        if self._config.expand == "auto" and fits and self._plan(expanded) is not None:
+            yield expanded
+            return
+        tried = [self._config.sweep_tokens] if self._config.sweep_tokens else SWEEP_TOKENS_TRIED
+        if self._plan(whole) is not None:
+            tried = [sweeps]
+        for sweep_tokens in tried:
+            assert sweep_tokens is not None
+            for num_resident in range(num_layers + 1):
+                for head_resident in (True, False) if self._sizes.head else (True,):
+                    yield _Try(False, num_resident, head_resident, sweep_tokens)
+
+    def _plan(self, way: _Try) -> Plan | None:
+        """The plan of one way, or None where it does not fit."""
+        sizes = self._sizes
+        resident = spread(way.num_resident, len(sizes.layers))
+        weights_nbytes = self._weights_nbytes(way, resident)
+        streamed = self._streamed(way, resident)
+        ring_nbytes = self._ring_nbytes(streamed)
+        work_nbytes = activations_nbytes(self._hparams, way.sweep_tokens) + FIXED_NBYTES
+        left_nbytes = self._free_nbytes - weights_nbytes - ring_nbytes - work_nbytes
+        kv_nbytes = self._config.kv_memory_nbytes
+        if kv_nbytes is None:
+            # Without a budget of our own we leave half of what is free to others.
+            share = left_nbytes if self._config.memory_nbytes else left_nbytes // 2
+            kv_nbytes = min(share, DEFAULT_KV_NBYTES)
+        elif kv_nbytes > left_nbytes:
+            return None
+        if kv_nbytes < sizes.page_nbytes:
+            return None
+        most_pages = way.sweep_tokens * pages_for(self._hparams.context_length)
+        kv_pages = min(kv_nbytes // sizes.page_nbytes, most_pages)
+        streamed_nbytes = sum(part.slot_nbytes for part in streamed)
+        predicted = self.predict(
+            expand=way.expand,
+            kv_pages=kv_pages,
+            sweep_tokens=way.sweep_tokens,
+            streamed_nbytes=streamed_nbytes,
         )
-    if kv_nbytes < page_nbytes:
-        raise MemoryBudgetError(
-            f"KV cache of {max(0, kv_nbytes):,} bytes: one page takes {page_nbytes:,}; "
-            f"free memory is {free_nbytes:,}, weights take {weights_nbytes:,} and work buffers "
-            f"{work_nbytes:,}; try fewer --sweep-tokens"
+        return Plan(
+            expand=way.expand,
+            resident=resident,
+            head_resident=way.head_resident,
+            weights_nbytes=weights_nbytes,
+            ring_nbytes=ring_nbytes,
+            activations_nbytes=work_nbytes,
+            kv_pages=kv_pages,
+            kv_nbytes=kv_pages * sizes.page_nbytes,
+            sweep_tokens=way.sweep_tokens,
+            streamed_nbytes=streamed_nbytes,
+            predicted=predicted,
         )
-    most_pages = sweep_tokens * pages_for(hparams.context_length)
-    return MemoryPlan(
-        expand=expand,
-        weights_nbytes=weights_nbytes,
-        activations_nbytes=work_nbytes,
-        kv_pages=min(kv_nbytes // page_nbytes, most_pages),
-        sweep_tokens=sweep_tokens,
-    )
+
+    def _weights_nbytes(self, way: _Try, resident: tuple[bool, ...]) -> int:
+        sizes = self._sizes
+        if way.expand:
+            return sizes.expanded_nbytes
+        kept = [part for part, stays in zip(sizes.layers, resident, strict=True) if stays]
+        if sizes.head is not None and way.head_resident:
+            kept.append(sizes.head)
+        fixed = sizes.vectors_nbytes + sizes.embedding.stored_nbytes
+        return fixed + sum(part.stored_nbytes for part in kept)
+
+    def _streamed(self, way: _Try, resident: tuple[bool, ...]) -> list[Part]:
+        if way.expand:
+            return []
+        layers = zip(self._sizes.layers, resident, strict=True)
+        parts = [part for part, stays in layers if not stays]
+        if self._sizes.head is not None and not way.head_resident:
+            parts.append(self._sizes.head)
+        return parts
+
+    def _ring_nbytes(self, streamed: list[Part]) -> int:
+        if not streamed:
+            return 0
+        if self._config.ring_nbytes is not None:
+            return self._config.ring_nbytes
+        largest = max(part.slot_nbytes for part in streamed)
+        return min(RING_PARCELS, len(streamed) + 1) * largest
+
+    def predict(
+        self, *, expand: bool, kv_pages: int, sweep_tokens: int, streamed_nbytes: int
+    ) -> dict[str, Any]:
+        """What a plan gives in the steady state of the workload.
+
+        rows_on_board; sweep_used_tokens: decode and the prefill that refills rows, per sweep
+        tokens_at_balance: T*, tokens at which computing catches up with the link
+        disk_s, pass_s, token_s: of one sweep: reading, a pass over the weights, products per token
+        sweep_s, num_sweeps, tokens_per_s (output), job_s, limited_by
+        """
+        work, rates = self._workload, self._rates
+        row_tokens = max(1.0, work.prompt_tokens + work.output_tokens)
+        row_pages = max(1, pages_for(int(row_tokens)))
+        rows = max(1, min(work.num_rows, sweep_tokens, kv_pages // row_pages))
+        refill = rows * work.prompt_tokens / max(1.0, work.output_tokens)
+        used = min(float(sweep_tokens), rows + refill)
+        disk_s = streamed_nbytes / rates.disk_nbytes_per_s
+        pass_s, token_s = self._compute_s(expand)
+        sweep_s = max(disk_s, pass_s + token_s * used)
+        num_sweeps = max(1.0, work.num_rows * row_tokens / used)
+        # The last rows decode to their end with nobody to take the places of those that left.
+        num_sweeps += work.output_tokens / 2
+        job_s = num_sweeps * sweep_s
+        balance = max(0.0, (disk_s - pass_s) / token_s) if disk_s else 0.0
+        return {
+            "rows_on_board": rows,
+            "sweep_used_tokens": round(used, 1),
+            "tokens_at_balance": round(balance, 1),
+            "disk_s": disk_s,
+            "pass_s": pass_s,
+            "token_s": token_s,
+            "sweep_s": sweep_s,
+            "num_sweeps": round(num_sweeps, 1),
+            "tokens_per_s": work.num_rows * work.output_tokens / job_s,
+            "job_s": job_s,
+            "limited_by": "disk" if disk_s > pass_s + token_s * used else "compute",
+        }
+
+    def _compute_s(self, expand: bool) -> tuple[float, float]:
+        """Seconds of a pass over all weights, and of the products per token."""
+        products = [*self._sizes.layers, self._sizes.head or self._sizes.embedding]
+        values: dict[str, int] = {}
+        for part in products:
+            for name, count in part.values.items():
+                key = EXPANDED if expand else name
+                values[key] = values.get(key, 0) + count
+        rates = self._rates.values_per_s
+        pass_s = sum(n / rates.get(name, _DEFAULT_VALUES_PER_S) for name, n in values.items())
+        return pass_s, 2 * sum(values.values()) / self._rates.flops_per_s
+
+    def _refusal(self) -> str:
+        """What was asked, what there is, and the smallest that works."""
+        sizes, config = self._sizes, self._config
+        sweep_tokens = config.sweep_tokens or SWEEP_TOKENS_TRIED[0]
+        expand = config.expand == "always"
+        smallest = _Try(expand, 0, sizes.head is None, sweep_tokens)
+        resident = spread(0, len(sizes.layers))
+        need = (
+            self._weights_nbytes(smallest, resident)
+            + self._ring_nbytes(self._streamed(smallest, resident))
+            + activations_nbytes(self._hparams, sweep_tokens)
+            + FIXED_NBYTES
+            + (config.kv_memory_nbytes or sizes.page_nbytes)
+        )
+        return (
+            f"the memory budget is {self._free_nbytes:,} bytes; the smallest that works here is "
+            f"{need:,}: weights that must stay {self._weights_nbytes(smallest, resident):,}, "
+            f"ring {self._ring_nbytes(self._streamed(smallest, resident)):,}, work buffers of "
+            f"{sweep_tokens} tokens {activations_nbytes(self._hparams, sweep_tokens):,}, KV cache "
+            f"{config.kv_memory_nbytes or 0:,} asked for and one page takes "
+            f"{sizes.page_nbytes:,}; raise --memory, or lower --kv-memory or --sweep-tokens"
+        )

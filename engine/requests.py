@@ -183,6 +183,8 @@ class EngineConfig:
         keeps them quantised, "always" refuses to start where they do not fit
     num_threads: worker threads; None is every core this process may use
     memory_nbytes: most memory that the engine's process may take for itself
+    ring_nbytes: buffer through which weights stream that do not stay in memory
+    reader: how model files are read; "auto" takes "direct" for weights that stream
     pre_tokenizer: use this pre-tokeniser whatever the file names
     """
 
@@ -192,4 +194,6 @@ class EngineConfig:
     expand: Literal["auto", "never", "always"] = "auto"
     num_threads: int | None = None
     memory_nbytes: int | None = None
+    ring_nbytes: int | None = None
+    reader: Literal["auto", "direct", "mmap"] = "auto"
     pre_tokenizer: str | None = None

@@ -15,49 +15,66 @@ from nvme import Reader, ReadRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerWeights:
-    """One transformer layer. Matrices are (num_outputs, num_inputs), vectors float32.
-
-    qkv: q, k and v stacked; gate_up: gate, then up
-    """
+class LayerVectors:
+    """A layer's norms and biases, float32; always resident."""
 
     attn_norm: Float32
-    qkv: PackedMatrix
     qkv_bias: Float32 | None
     q_norm: Float32 | None
     k_norm: Float32 | None
-    attn_output: PackedMatrix
     ffn_norm: Float32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerMatrices:
+    """A layer's matrices, (num_outputs, num_inputs). qkv: q, k, v stacked; gate_up: gate, up."""
+
+    qkv: PackedMatrix
+    attn_output: PackedMatrix
     gate_up: PackedMatrix
     ffn_down: PackedMatrix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """All of a model. `head` is `embedding` itself where the file ties them."""
+    """What is resident of a model.
+
+    layers: matrices of each layer, None for one that streams
+    head: `embedding` itself where the file ties them; None where it streams
+    """
 
     embedding: PackedMatrix
-    layers: tuple[LayerWeights, ...]
+    vectors: tuple[LayerVectors, ...]
+    layers: tuple[LayerMatrices | None, ...]
     output_norm: Float32
-    head: PackedMatrix
+    head: PackedMatrix | None
+
+
+# The tensors of a layer's matrices, by field of LayerMatrices.
+LAYER_PARTS = {
+    "qkv": ("attn_q", "attn_k", "attn_v"),
+    "attn_output": ("attn_output",),
+    "gate_up": ("ffn_gate", "ffn_up"),
+    "ffn_down": ("ffn_down",),
+}
+HEAD_TENSOR = "output.weight"
+
+
+def layer_tensor_names(layer: int) -> list[str]:
+    """Names of the matrices of a layer."""
+    return [f"blk.{layer}.{part}.weight" for parts in LAYER_PARTS.values() for part in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class Residence:
+    """What stays in memory: layers, one flag each, and the output head."""
+
+    layers: tuple[bool, ...]
+    head: bool
 
     @property
-    def nbytes(self) -> int:
-        matrices = {id(m): m for m in (self.embedding, self.head)}
-        for layer in self.layers:
-            for m in (layer.qkv, layer.attn_output, layer.gate_up, layer.ffn_down):
-                matrices[id(m)] = m
-        return sum(m.nbytes for m in matrices.values())
-
-
-def stored_nbytes(file: GgufFile) -> int:
-    """Bytes of all tensors as the file has them."""
-    return sum(tensor.nbytes for tensor in file.tensors.values())
-
-
-def expanded_nbytes(file: GgufFile) -> int:
-    """Bytes of all tensors as float32."""
-    return sum(4 * int(np.prod(tensor.shape)) for tensor in file.tensors.values())
+    def streams(self) -> bool:
+        return not (all(self.layers) and self.head)
 
 
 class WeightLoader:
@@ -69,42 +86,53 @@ class WeightLoader:
         self._ops = ops
         self._expand = expand
 
-    def load(self, hparams: Hparams, progress: Callable[[int, int], None] | None = None) -> Weights:
-        """Load everything; `progress(layers done, layers)` is called after each layer.
+    def load(
+        self,
+        hparams: Hparams,
+        residence: Residence,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Weights:
+        """Load what is resident; `progress(layers done, layers)` is called after each layer.
 
         Raises ReadError when the file comes short, UnsupportedTypeError for a type without
         a dequantiser.
         """
-        layers = []
+        vectors, layers = [], []
         for layer in range(hparams.num_layers):
-            layers.append(self._layer(f"blk.{layer}", hparams))
+            vectors.append(self._layer_vectors(f"blk.{layer}", hparams))
+            layers.append(self._layer_matrices(layer) if residence.layers[layer] else None)
             if progress is not None:
                 progress(layer + 1, hparams.num_layers)
         # A separate embedding is only gathered from, a few rows a sweep: it stays quantised.
         tied = hparams.tied_embeddings
         embedding = self._matrix("token_embd.weight", expand=self._expand and tied)
+        head = self._matrix(HEAD_TENSOR) if residence.head and not tied else None
         return Weights(
             embedding=embedding,
+            vectors=tuple(vectors),
             layers=tuple(layers),
             output_norm=self._vector("output_norm.weight"),
-            head=embedding if tied else self._matrix("output.weight"),
+            head=embedding if tied else head,
         )
 
     def vector_or_none(self, name: str) -> Float32 | None:
         return self._vector(name) if name in self._file.tensors else None
 
-    def _layer(self, prefix: str, hparams: Hparams) -> LayerWeights:
-        return LayerWeights(
+    def _layer_vectors(self, prefix: str, hparams: Hparams) -> LayerVectors:
+        return LayerVectors(
             attn_norm=self._vector(f"{prefix}.attn_norm.weight"),
-            qkv=self._matrix(*(f"{prefix}.attn_{part}.weight" for part in "qkv")),
             qkv_bias=self._qkv_bias(prefix) if hparams.has_qkv_bias else None,
             q_norm=self.vector_or_none(f"{prefix}.attn_q_norm.weight"),
             k_norm=self.vector_or_none(f"{prefix}.attn_k_norm.weight"),
-            attn_output=self._matrix(f"{prefix}.attn_output.weight"),
             ffn_norm=self._vector(f"{prefix}.ffn_norm.weight"),
-            gate_up=self._matrix(f"{prefix}.ffn_gate.weight", f"{prefix}.ffn_up.weight"),
-            ffn_down=self._matrix(f"{prefix}.ffn_down.weight"),
         )
+
+    def _layer_matrices(self, layer: int) -> LayerMatrices:
+        matrices = {
+            field: self._matrix(*(f"blk.{layer}.{part}.weight" for part in parts))
+            for field, parts in LAYER_PARTS.items()
+        }
+        return LayerMatrices(**matrices)
 
     def _qkv_bias(self, prefix: str) -> Float32:
         return np.concatenate([self._vector(f"{prefix}.attn_{part}.bias") for part in "qkv"])
@@ -128,10 +156,11 @@ class WeightLoader:
                 ]
             )
         )
-        return [_as_tensor(info, buffer) for info, buffer in zip(infos, buffers, strict=True)]
+        return [as_tensor(info, buffer) for info, buffer in zip(infos, buffers, strict=True)]
 
 
-def _as_tensor(info: TensorInfo, buffer: np.ndarray) -> BlockTensor:
+def as_tensor(info: TensorInfo, buffer: np.ndarray) -> BlockTensor:
+    """A tensor as the bytes of its file, (nbytes,) uint8."""
     num_outputs = info.shape[0] if len(info.shape) == 2 else 1
     return BlockTensor(
         name=info.name,

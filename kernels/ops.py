@@ -188,6 +188,9 @@ class Ops(Protocol):
 
     # ---- inside run(body), by every worker -------------------------------------------------
 
+    def barrier(self, worker: int) -> None:
+        """Wait until every worker is here: what each did before, the others see after."""
+
     def embed(
         self, worker: int, plan: OwnPlan, weight: OwnMatrix, token_ids: Int32, out: Float32
     ) -> None:

@@ -57,8 +57,7 @@ def random_requests(
 
 
 def sweep_matrices(engine: Engine) -> list[PackedMatrix]:
-    weights = engine._model.weights
-    layers = weights.layers
+    layers = [layer for layer in engine._model.weights.layers if layer is not None]
     return [m for w in layers for m in (w.qkv, w.attn_output, w.gate_up, w.ffn_down)]
 
 
@@ -72,6 +71,7 @@ class BareProducts:
     def __init__(self, engine: Engine, num_tokens: int, num_logits: int) -> None:
         self._engine = engine
         head = engine._model.weights.head
+        assert head is not None, "bare products are measured on resident models"
         self._calls = [(m, num_tokens) for m in sweep_matrices(engine)] + [(head, num_logits)]
         rng = np.random.default_rng(0)
         widths = {(t, m.num_inputs) for m, t in self._calls}

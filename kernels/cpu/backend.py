@@ -139,6 +139,9 @@ class CpuOps:
 
     # ---- inside run(body), by every worker -------------------------------------------------
 
+    def barrier(self, worker: int) -> None:
+        _check(barrier(self._barrier, self.num_workers))
+
     def embed(
         self, worker: int, plan: SweepPlan, weight: CpuMatrix, token_ids: Int32, out: Float32
     ) -> None:

@@ -1,0 +1,126 @@
+"""From a model file and a configuration to a model that can sweep: sizes, plan, weights, stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from engine.gguf_file import GgufFile
+from engine.hparams import Hparams
+from engine.machine import free_memory_nbytes
+from engine.model import Model, kv_shape
+from engine.planner import DEFAULT_RATES, ModelSizes, Part, Plan, Planner, Rates, Workload
+from engine.requests import EngineConfig
+from engine.weight_stream import WeightStream, parcel_layouts
+from engine.weights import HEAD_TENSOR, Residence, WeightLoader, layer_tensor_names
+from kernels.ops import Ops
+from nvme import Reader, open_reader
+
+OpenReader = Callable[[Sequence[Path]], Reader]
+
+
+def model_sizes(file: GgufFile, hparams: Hparams, page_nbytes: int) -> ModelSizes:
+    """What each part of a model takes, from its header alone."""
+    layers, head = parcel_layouts(file, hparams)
+    names = [layer_tensor_names(layer) for layer in range(hparams.num_layers)]
+    matrices = {name for layer in names for name in layer} | {HEAD_TENSOR, "token_embd.weight"}
+    vectors = [tensor for name, tensor in file.tensors.items() if name not in matrices]
+    return ModelSizes(
+        embedding=_part(file, ["token_embd.weight"], 0),
+        layers=tuple(
+            _part(file, layer, layout.nbytes) for layer, layout in zip(names, layers, strict=True)
+        ),
+        head=None if head is None else _part(file, [HEAD_TENSOR], head.nbytes),
+        vectors_nbytes=sum(4 * int(np.prod(tensor.shape)) for tensor in vectors),
+        page_nbytes=page_nbytes,
+    )
+
+
+def _part(file: GgufFile, names: list[str], slot_nbytes: int) -> Part:
+    values: dict[str, int] = {}
+    for name in names:
+        tensor = file.tensors[name]
+        values[tensor.type_name] = values.get(tensor.type_name, 0) + int(np.prod(tensor.shape))
+    return Part(
+        stored_nbytes=sum(file.tensors[name].nbytes for name in names),
+        slot_nbytes=slot_nbytes,
+        values=values,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to sweep, its plan, and the name of the reader that filled memory."""
+
+    model: Model
+    plan: Plan
+    reader_name: str
+
+
+def make_plan(
+    file: GgufFile,
+    hparams: Hparams,
+    config: EngineConfig,
+    ops: Ops,
+    *,
+    rates: Rates | None = None,
+    workload: Workload | None = None,
+) -> Plan:
+    """The best plan for the memory that is free now. Raises MemoryBudgetError."""
+    page_nbytes = ops.kv_page_nbytes(kv_shape(hparams), config.kv_type)
+    return Planner(
+        hparams,
+        config,
+        model_sizes(file, hparams, page_nbytes),
+        free_nbytes=free_memory_nbytes(config.memory_nbytes),
+        rates=rates or DEFAULT_RATES,
+        workload=workload,
+    ).best()
+
+
+def load_model(
+    file: GgufFile,
+    hparams: Hparams,
+    config: EngineConfig,
+    ops: Ops,
+    *,
+    plan: Plan | None = None,
+    rates: Rates | None = None,
+    workload: Workload | None = None,
+    open_files: OpenReader | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> LoadedModel:
+    """Plan (unless one is given), read what is resident, and begin to stream the rest.
+
+    Raises MemoryBudgetError, ReadError, UnsupportedTypeError.
+    """
+    plan = plan or make_plan(file, hparams, config, ops, rates=rates, workload=workload)
+    name = config.reader if config.reader != "auto" else ("direct" if plan.streams else "mmap")
+    reader = open_files(file.paths) if open_files else open_reader(name, file.paths)
+    residence = Residence(plan.resident, plan.head_resident)
+    try:
+        loader = WeightLoader(file, reader, ops, expand=plan.expand)
+        weights = loader.load(hparams, residence, progress)
+        freq_factors = loader.vector_or_none("rope_freqs.weight")
+        stream = None
+        if residence.streams:
+            stream = WeightStream(
+                file, hparams, residence, reader, ops, ring_nbytes=plan.ring_nbytes
+            )
+    except BaseException:
+        reader.close()
+        raise
+    if stream is None:
+        reader.close()
+    model = Model(
+        hparams,
+        weights,
+        ops,
+        max_tokens=plan.sweep_tokens,
+        freq_factors=freq_factors,
+        stream=stream,
+    )
+    return LoadedModel(model, plan, reader.name)

@@ -1,0 +1,168 @@
+"""Weights that stream: parcels in order of use, read ahead into a byte ring, sweep after sweep.
+
+Before a parcel is used all workers meet: they are done with the parcel before, so its place may be
+read into again. Then the first worker waits for the bytes and hands the tensors on. Reads run on
+across layers and across the end of a sweep; nobody waits for them but the layer that needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.extents import SlotLayout
+from engine.ring import ByteRing
+from nvme import Reader, ReadRequest
+
+MAX_READS_IN_FLIGHT = 8
+_MAX_PLACES = 16  # of one parcel in the ring, whose tensors are kept made
+
+T = TypeVar("T")
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """One unit of the stream. index: its place in a sweep; kind: "weights" or "head"."""
+
+    index: int
+    kind: str
+    layout: SlotLayout
+
+
+@dataclass(slots=True)
+class StreamTotals:
+    """What has streamed since the engine was loaded.
+
+    nbytes: of parcels used; wait_s: the workers waited for bytes
+    """
+
+    num_parcels: int = 0
+    nbytes: int = 0
+    wait_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A parcel whose bytes are under way, or there, or in use."""
+
+    parcel: Parcel
+    slot: Bytes
+    ring_offset: int
+    ticket: Any
+
+
+class Streamer(Generic[T]):
+    """Reads parcels ahead of their use, again and again in the same order.
+
+    parcels: in order of use within a sweep, at least one
+    reader: of the model's files; the streamer submits and waits, its owner closes it
+    ring: (capacity,) uint8, page aligned
+    build: makes a parcel's tensors from its slot; called once for each place a parcel takes
+    barrier: waits for all workers; called as barrier(worker)
+    """
+
+    def __init__(
+        self,
+        parcels: Sequence[Parcel],
+        reader: Reader,
+        ring: Bytes,
+        *,
+        build: Callable[[Parcel, Bytes], T],
+        barrier: Callable[[int], None],
+    ) -> None:
+        self.totals = StreamTotals()
+        self._parcels = parcels
+        self._reader = reader
+        self._buffer = ring
+        self._ring = ByteRing(len(ring))
+        self._build = build
+        self._barrier = barrier
+        self._built: dict[tuple[int, int], T] = {}
+        self._coming: deque[_Coming] = deque()
+        self._next = 0  # place of the next parcel to read
+        self._in_use = False  # the oldest coming parcel is being computed on
+        self._current: T | None = None
+        self._read_ahead()
+
+    def acquire(self, worker: int, index: int) -> T:
+        """The tensors of parcel `index`, valid until the next call; every worker calls in turn.
+
+        Raises ReadError (first worker): its bytes did not come.
+        """
+        self._barrier(worker)
+        if worker == 0:
+            self._current = self._fetch(index)
+        self._barrier(worker)
+        current = self._current
+        assert current is not None
+        return current
+
+    def advance(self) -> None:
+        """No worker uses the current parcel any more: its place may be read into."""
+        self._let_go()
+        self._read_ahead()
+
+    def restart(self) -> None:
+        """Begin again with the first parcel, after a failed sweep."""
+        for coming in self._coming:
+            # The failed sweep has said what failed; here the slots must only be quiet.
+            with contextlib.suppress(OSError):
+                self._reader.wait(coming.ticket)
+        self._coming.clear()
+        self._ring.clear()
+        self._next = 0
+        self._in_use = False
+
+    def _fetch(self, index: int) -> T:
+        self.advance()
+        coming = self._coming[0]
+        assert coming.parcel.index == index, (coming.parcel.index, index)
+        started = time.perf_counter()
+        self._reader.wait(coming.ticket)
+        self.totals.wait_s += time.perf_counter() - started
+        self.totals.num_parcels += 1
+        self.totals.nbytes += coming.parcel.layout.nbytes
+        self._in_use = True
+        return self._tensors(coming)
+
+    def _tensors(self, coming: _Coming) -> T:
+        place = (coming.parcel.index, coming.ring_offset)
+        if place not in self._built:
+            if len(self._built) > _MAX_PLACES * len(self._parcels):
+                self._built.clear()
+            self._built[place] = self._build(coming.parcel, coming.slot)
+        return self._built[place]
+
+    def _let_go(self) -> None:
+        if self._in_use:
+            self._coming.popleft()
+            self._ring.free_oldest()
+            self._in_use = False
+
+    def _read_ahead(self) -> None:
+        """Begin reads while the ring has room, at most MAX_READS_IN_FLIGHT parcels ahead."""
+        while len(self._coming) < MAX_READS_IN_FLIGHT:
+            parcel = self._parcels[self._next]
+            offset = self._ring.take(parcel.layout.nbytes)
+            if offset is None:
+                break
+            slot = self._buffer[offset : offset + parcel.layout.nbytes]
+            requests = [
+                ReadRequest(
+                    file_idx=extent.file_idx,
+                    offset=extent.begin,
+                    out=slot[extent.slot_offset : extent.slot_offset + extent.nbytes],
+                )
+                for extent in parcel.layout.extents
+            ]
+            ticket = self._reader.submit(requests)
+            self._coming.append(_Coming(parcel, slot, offset, ticket))
+            self._next = (self._next + 1) % len(self._parcels)
