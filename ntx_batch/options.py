@@ -84,6 +84,13 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "Engine": (
         Option("device", str, "auto|cpu|gpu", "Where to compute.", "auto"),
         Option("kv_type", str, "f32|f16", "Element type of the KV cache.", "f32"),
+        Option(
+            "memory",
+            str,
+            "SIZE",
+            "Most memory of the engine's process, like 16GiB.",
+            "what is free",
+        ),
         Option("kv_memory", str, "SIZE", "Memory of the KV cache, like 8GiB.", "from what is free"),
         Option("sweep_tokens", int, "N", "Most tokens of one pass over the layers.", "512"),
         Option("expand", str, "auto|never|always", "Keep weights as float32 if they fit.", "auto"),

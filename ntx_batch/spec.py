@@ -20,6 +20,7 @@ from jobs.records import JobSpec, SpecError
 SAMPLING_OPTIONS = tuple(f.name for f in fields(SamplingParams) if f.name != "seed")
 ENGINE_OPTIONS = {
     "kv_type": "kv_type",
+    "memory": "memory_nbytes",
     "kv_memory": "kv_memory_nbytes",
     "sweep_tokens": "sweep_tokens",
     "expand": "expand",
@@ -257,6 +258,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "max_errors": _max_errors,
     "row_timeout": _seconds,
     "verify": _flag,
+    "memory": _nbytes,
     "kv_memory": _nbytes,
     "sweep_tokens": _count,
     "threads": _count,
