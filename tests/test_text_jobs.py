@@ -61,9 +61,7 @@ def test_json_lines_of_any_shape(work: Path) -> None:
     params = [text and json.loads(text) for text in table.column("sampling_params").to_pylist()]
     assert (params[0]["temperature"], params[2]["temperature"]) == (0.0, 0.5)
     assert job.status()["total"] == 5
-    assert job.status()["warnings"] == [
-        "1 row repeats an id that came before; all rows run"
-    ]
+    assert job.status()["warnings"] == ["1 row repeats an id that came before; all rows run"]
 
 
 def test_json_lines_of_messages_with_parameters(work: Path) -> None:
