@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import fields
 from typing import Any
 
@@ -35,23 +36,24 @@ BY_HINT: dict[str, st.SearchStrategy[Any]] = {
     "tuple[int, ...]": st.lists(COUNTS, max_size=3).map(tuple),
     "tuple[tuple[int, float], ...]": st.lists(st.tuples(COUNTS, NUMBERS), max_size=3).map(tuple),
     "Mapping[str, Any]": st.dictionaries(st.text(max_size=5), JSON_VALUES, max_size=3),
-    "Literal['left', 'right'] | None": st.sampled_from([None, "left", "right"]),
-    "Literal['error', 'replace']": st.sampled_from(["error", "replace"]),
-    "Literal['parquet', 'jsonl', 'csv']": st.sampled_from(["parquet", "jsonl", "csv"]),
-    "Literal['auto', 'cpu', 'gpu']": st.sampled_from(["auto", "cpu", "gpu"]),
-    "Literal['f32', 'f16']": st.sampled_from(["f32", "f16"]),
-    "Literal['auto', 'never', 'always']": st.sampled_from(["auto", "never", "always"]),
 }
 
 
 def records(record_type: type[Any], **nested: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Records of a type with every field set to something; `nested` has those of other types."""
     known = BY_HINT | nested
-    values = {field.name: known[str(field.type)] for field in fields(record_type)}
+    values = {field.name: _values_of(str(field.type), known) for field in fields(record_type)}
     return st.fixed_dictionaries(values).map(lambda chosen: record_type(**chosen))
 
 
 SPECS = records(JobSpec, SamplingParams=records(SamplingParams), EngineConfig=records(EngineConfig))
+
+
+def _values_of(hint: str, known: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
+    if not hint.startswith("Literal["):
+        return known[hint]
+    choices, _, optional = hint.removeprefix("Literal").partition(" | ")
+    return st.sampled_from([*ast.literal_eval(choices), *([None] if optional else [])])
 
 
 def some(record_type: type[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
