@@ -39,21 +39,21 @@ BY_HINT: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def records(record_type: type[Any], **nested: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Records of a type with every field set to something; `nested` has those of other types."""
-    known = BY_HINT | nested
-    values = {field.name: _values_of(str(field.type), known) for field in fields(record_type)}
-    return st.fixed_dictionaries(values).map(lambda chosen: record_type(**chosen))
-
-
-SPECS = records(JobSpec, SamplingParams=records(SamplingParams), EngineConfig=records(EngineConfig))
-
-
-def _values_of(hint: str, known: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
+def values_of(hint: str, known: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
     if not hint.startswith("Literal["):
         return known[hint]
     choices, _, optional = hint.removeprefix("Literal").partition(" | ")
     return st.sampled_from([*ast.literal_eval(choices), *([None] if optional else [])])
+
+
+def records(record_type: type[Any], **nested: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Records of a type with every field set to something; `nested` has those of other types."""
+    known = BY_HINT | nested
+    values = {field.name: values_of(str(field.type), known) for field in fields(record_type)}
+    return st.fixed_dictionaries(values).map(lambda chosen: record_type(**chosen))
+
+
+SPECS = records(JobSpec, SamplingParams=records(SamplingParams), EngineConfig=records(EngineConfig))
 
 
 def some(record_type: type[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
