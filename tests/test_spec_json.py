@@ -30,6 +30,7 @@ BY_HINT: dict[str, st.SearchStrategy[Any]] = {
     "int": COUNTS,
     "int | None": st.none() | COUNTS,
     "float": NUMBERS,
+    "float | None": st.none() | NUMBERS,
     "tuple[str, ...]": NAMES,
     "tuple[str | None, ...]": st.lists(st.none() | st.text(max_size=8), max_size=3).map(tuple),
     "tuple[str, ...] | None": st.none() | NAMES,
