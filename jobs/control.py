@@ -25,6 +25,7 @@ from jobs.records import RunnerError
 
 START_TIMEOUT_S = 20.0
 _LOCK_TIMEOUT_S = 0.5
+NOTE_NBYTES = 4096
 _POLL_INTERVAL_S = 0.02
 _PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT_KEYS = ("CUDA_VISIBLE_DEVICES", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
@@ -67,8 +68,8 @@ class RunnerLock:
             "state": state,
             "environment": environment_of(os.environ),
         }
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(facts).encode(), 0)
+        # In place and of one length: on a full disk there would be no room for it again.
+        os.pwrite(self._fd, json.dumps(facts).encode().ljust(NOTE_NBYTES), 0)
 
     def release(self) -> None:
         """Let go. Idempotent."""

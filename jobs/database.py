@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from jobs.records import StoreError
+from jobs.records import DiskFullError, StoreError
 from jobs.sql import QUERIES, SCHEMA, STEPS
 
 BUSY_TIMEOUT_S = 60.0
 WAL_KEPT_NBYTES = 64 << 20
+# The last two: the index of the write-ahead log cannot grow, the log itself cannot be written.
+_DISK_FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_WRITE")
 
 Row: TypeAlias = sqlite3.Row
 
@@ -106,8 +108,12 @@ class Database:
         try:
             yield
         except sqlite3.Error as error:
-            kind = ConflictError if isinstance(error, sqlite3.IntegrityError) else StoreError
             name = getattr(error, "sqlite_errorname", type(error).__name__)
+            kind = StoreError
+            if isinstance(error, sqlite3.IntegrityError):
+                kind = ConflictError
+            elif name in _DISK_FULL:
+                kind = DiskFullError
             raise kind(f"state database {self.path} {what}: {error} ({name})") from error
 
     # ---- opening -------------------------------------------------------------------------

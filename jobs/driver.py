@@ -193,7 +193,7 @@ def _spoils_engine(event: Event) -> bool:
 
 def one_line(error: Exception) -> str:
     """The error's type and the first line of what it says; the log has the rest."""
-    text = str(error).strip().partition("\n")[0]
+    text = str(error).strip().partition("\n")[0].rstrip(".")
     return f"{type(error).__name__}: {text}"
 
 

@@ -61,6 +61,11 @@ class Home:
         return self.path / "board"
 
     @property
+    def spare_path(self) -> Path:
+        """Room on the disk that is given up to write down that the disk is full."""
+        return self.path / "spare"
+
+    @property
     def jobs_dir(self) -> Path:
         return self.path / "jobs"
 

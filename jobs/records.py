@@ -9,6 +9,7 @@ JobError
 ├── ResultsError           the results folder cannot be used, or a part is not ours
 ├── RunnerError            the runner cannot start or is not the one asked for
 └── StoreError             the state database refuses, is damaged, or is of a later version
+    └── DiskFullError      there is no room for what it has to write
 """
 
 from __future__ import annotations
@@ -85,6 +86,10 @@ class RunnerError(JobError):
 
 class StoreError(JobError):
     """The state database cannot do what was asked; says which database and why."""
+
+
+class DiskFullError(StoreError):
+    """The disk of the state database is full; nothing was written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

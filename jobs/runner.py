@@ -18,14 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jobs.control import RunnerLock, ensure_runner, environment_of
+from jobs.disk_space import is_disk_full, keep_spare, release_spare
 from jobs.dispatch import Dispatch, RowsFailedError
 from jobs.driver_process import DriverProcess, EngineLostError, clear_leftovers
 from jobs.home import Home
 from jobs.isolation import RowLoss
+from jobs.job_log import LOG_FORMAT, cap_log, job_log
 from jobs.job_run import JobRun, Publisher
 from jobs.processes import ProcessId, boot_id
 from jobs.publish import publish_part
-from jobs.records import Job, JobError, JobRequest, RunnerError
+from jobs.records import DiskFullError, Job, JobError, JobRequest, JobState, RunnerError
 from jobs.stop_signal import StopSignal
 from jobs.store import JobStore
 
@@ -36,7 +38,8 @@ UNLOAD_AFTER_S = 300.0
 POLL_INTERVAL_S = 0.25
 HEARTBEAT_INTERVAL_S = 5.0
 EVENT_TIMEOUT_S = 1.0
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 4.0
+DISK_RETRY_S = 1.0
 MAX_FRUITLESS_RESTARTS = 3
 MAX_ROWS_LOST_IN_SERIES = 8
 
@@ -90,7 +93,7 @@ class Runner:
         idle_since = time.monotonic()
         try:
             while not self._stop.is_set:
-                job = self._store.claim_job()
+                job = self._claim_job()
                 if job is not None:
                     self._run_job(job)
                     idle_since = time.monotonic()
@@ -101,11 +104,14 @@ class Runner:
         finally:
             self._lock.note("stopping")
             self._discard_driver()
-            self._store.clear_runner(os.getpid())
+            with contextlib.suppress(DiskFullError):
+                self._store.clear_runner(os.getpid())
 
     # ---- the runner itself ---------------------------------------------------------------
 
     def _take_over(self) -> None:
+        cap_log(self._home.log_path)
+        keep_spare(self._home.spare_path)
         left = clear_leftovers(self._home)
         if left:
             pids = ", ".join(str(process.pid) for process in left)
@@ -125,13 +131,22 @@ class Runner:
         )
         log.info("runner %d takes %s", me.pid, self._home.path)
 
+    def _claim_job(self) -> Job | None:
+        try:
+            return self._store.claim_job()
+        except DiskFullError as error:
+            log.error("no job can start: %s", error)
+            self._stop.wait(DISK_RETRY_S)
+            return None
+
     def _may_leave(self) -> bool:
         # A submit writes its job first and reads the note after: it sees us stopping, or we
         # see its job.
         self._lock.note("stopping")
-        if self._store.stop_if_idle():
-            log.info("idle for %.0f s: the runner ends", self._idle_exit_s)
-            return True
+        with contextlib.suppress(DiskFullError):
+            if self._store.stop_if_idle():
+                log.info("idle for %.0f s: the runner ends", self._idle_exit_s)
+                return True
         self._lock.note("running")
         return False
 
@@ -151,7 +166,9 @@ class Runner:
     def _beat(self) -> None:
         if time.monotonic() - self._heartbeat_at > HEARTBEAT_INTERVAL_S:
             self._heartbeat_at = time.monotonic()
-            self._store.set_heartbeat(os.getpid())
+            cap_log(self._home.log_path)
+            with contextlib.suppress(DiskFullError):
+                self._store.set_heartbeat(os.getpid())
 
     def _discard_driver(self) -> None:
         driver, self._driver = self._driver, None
@@ -173,7 +190,23 @@ class Runner:
             except Exception as error:
                 log.exception("job %s cannot go on", job.id)
                 known = isinstance(error, JobError | OSError)
-                run.stop("failed", str(error) if known else f"{type(error).__name__}: {error}")
+                reason = str(error) if known else f"{type(error).__name__}: {error}"
+                if is_disk_full(error):
+                    hint = f"; make room and go on with `ntx-batch resume {job.id}`"
+                    self._stop_surely(run, "paused", reason + hint)
+                else:
+                    self._stop_surely(run, "failed", reason)
+
+    def _stop_surely(self, run: JobRun, state: JobState, reason: str) -> None:
+        """Write down how a job stopped: on a full disk in the room kept for that, or later."""
+        while not self._stop.is_set:
+            try:
+                run.stop(state, reason)
+                return
+            except DiskFullError as error:
+                log.error("job %s: its state cannot be written: %s", run.job.id, error)
+                release_spare(self._home.spare_path)
+                self._stop.wait(DISK_RETRY_S)
 
     def _work(self, run: JobRun) -> None:
         fruitless = 0
@@ -296,25 +329,6 @@ def check_job_environment(job: Job) -> None:
             raise RunnerError(
                 f"the job was submitted with {key}={wanted!r}, its runner has {have!r}"
             )
-
-
-class job_log:
-    """Within it, what is logged goes into the job's own file too."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._handler = logging.FileHandler(path)
-        self._handler.setFormatter(logging.Formatter(LOG_FORMAT))
-
-    def __enter__(self) -> None:
-        logging.getLogger("jobs").addHandler(self._handler)
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("jobs").removeHandler(self._handler)
-        self._handler.close()
-
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 def main() -> int:

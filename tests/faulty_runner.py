@@ -9,7 +9,8 @@ import sys
 from jobs.control import RunnerLock
 from jobs.driver_process import DriverProcess
 from jobs.home import Home
-from jobs.runner import LOG_FORMAT, Runner
+from jobs.job_log import LOG_FORMAT
+from jobs.runner import Runner
 from jobs.stop_signal import StopSignal
 from jobs.store import JobStore
 
