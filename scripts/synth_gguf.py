@@ -31,6 +31,7 @@ from scripts.synth_vocab import Vocab, make_vocab
 ALIGNMENT = 32
 CHUNK_BLOCKS_NBYTES = 16 << 20
 LOGIT_RMS = 2.0
+GATED_RMS = 0.6  # of silu(gate)·up where both are normal with variance 1
 MIXES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
 FILE_TYPES = {"F32": "ALL_F32", "Q3_K": "MOSTLY_Q3_K_M", "Q4_K": "MOSTLY_Q4_K_M"}
 FILE_TYPES |= {"Q5_K": "MOSTLY_Q5_K_M"}
@@ -106,7 +107,7 @@ def plan_tensors(shape: Shape, type_name: str, mix: str | None = None) -> list[T
             vector(f"blk.{layer}.ffn_norm.weight"),
             matrix(f"blk.{layer}.ffn_gate.weight", shape.ffn, shape.hidden),
             matrix(f"blk.{layer}.ffn_up.weight", shape.ffn, shape.hidden),
-            matrix(f"blk.{layer}.ffn_down.weight", shape.hidden, shape.ffn, branch),
+            matrix(f"blk.{layer}.ffn_down.weight", shape.hidden, shape.ffn, branch / GATED_RMS),
         ]
     head = matrix("output.weight", shape.vocab_size, shape.hidden, LOGIT_RMS)
     return [*found, vector("output_norm.weight"), head]

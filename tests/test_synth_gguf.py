@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -17,6 +18,7 @@ from kernels.quants import QUANT_TYPES
 from scripts.synth_blocks import TYPES, random_weights
 from scripts.synth_gguf import MIXES, Shape, main, mixed_type, plan_tensors, write_model
 from scripts.synth_vocab import make_vocab
+from tests.reference_model import read_weights, reference_logits
 
 TINY = Shape(
     num_layers=4,
@@ -64,11 +66,23 @@ def test_mixes_run_through_the_engine(mix: str, tmp_path: Path) -> None:
     check_sane(logits_of(path))
 
 
-def test_activations_neither_vanish_nor_explode_over_many_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("type_name", ["F16", "Q4_K", "Q8_0"])
+def test_activations_neither_vanish_nor_explode_over_many_layers(
+    type_name: str, tmp_path: Path
+) -> None:
+    """What 24 layers add to the residual stream is about as large as what they found there."""
     path = tmp_path / "deep.gguf"
-    deep = Shape(num_layers=40, hidden=64, ffn=128, num_heads=4, num_kv_heads=1, vocab_size=400)
-    write_model(path, deep, type_name="Q8_0")
-    check_sane(logits_of(path))
+    write_model(path, replace(TINY, num_layers=24), type_name=type_name)
+    file = GgufFile.open(path)
+    weights = read_weights(file)
+    ids = np.arange(300, 332)
+    first = weights["token_embd.weight"][ids]
+    assert 0.5 < first.std() < 2
+    weights["output.weight"] = np.eye(TINY.hidden)
+    weights["output_norm.weight"][:] = 1
+    last = reference_logits(file, ids, weights=weights)  # residual stream over its size
+    cosines = np.mean(last * first, axis=1) / first.std(axis=1)
+    assert 0.3 < cosines.mean() < 0.9  # 0.71 where both parts are equal; 1 or 0 where one is nil
 
 
 @pytest.mark.parametrize("type_name", TYPES)
