@@ -35,6 +35,7 @@ class Tokenizer:
     add_bos: whether the model wants its prompts to begin with BOS
     eog_ids: every id that ends a generation: the file's eos, eot and eom, and the known texts
     control_starts: the characters that texts of control tokens begin with
+    lost_bytes: bytes that no token stands for: encoding drops them
     warnings: what was assumed or is odd about the file
     """
 
@@ -45,6 +46,7 @@ class Tokenizer:
         special: SpecialTokens,
         *,
         add_bos: bool,
+        lost_bytes: bytes = b"",
         warnings: tuple[str, ...] = (),
     ) -> None:
         self._vocabulary = vocabulary
@@ -56,6 +58,7 @@ class Tokenizer:
         self.eog_ids = vocabulary.eog_ids
         self.add_bos = add_bos and vocabulary.bos_id is not None
         self.control_starts = special.control_starts
+        self.lost_bytes = lost_bytes
         self.warnings = warnings
         self._bytes: dict[int, bytes] = {}
 
@@ -181,6 +184,7 @@ def _build_bpe(file: HasMetadata, forced: str | None) -> Tokenizer:
         model,
         SpecialTokens(vocabulary),
         add_bos=add_bos,
+        lost_bytes=bytes(model.missing_bytes),
         warnings=tuple(warnings),
     )
 

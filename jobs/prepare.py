@@ -11,8 +11,8 @@ length, so that a large `max_tokens` cannot eat the prompt. Cutting at the left 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -32,11 +32,13 @@ class RowFacts:
 
     original_prompt_tokens: tokens before the cut; None where nothing was cut
     sampling_params: JSON, as used; None where the row never got that far
+    lost_prompt_bytes: bytes of the prompt that no token of the vocabulary stands for
     """
 
     truncated: bool = False
     original_prompt_tokens: int | None = None
     sampling_params: str | None = None
+    lost_prompt_bytes: int = 0
 
 
 class RowPreparer:
@@ -84,7 +86,7 @@ class RowPreparer:
         num_tokens = 0
         try:
             params = self._params(values)
-            token_ids = self._encode(values)
+            token_ids, num_lost = self._encode(values)
             num_tokens = len(token_ids)
             kept = self._fit(token_ids, params)
         except RowError as error:
@@ -99,7 +101,8 @@ class RowPreparer:
             job_seed=self._spec.seed,
         )
         cut = len(kept) < num_tokens
-        return request, _facts(params, original_prompt_tokens=num_tokens if cut else None)
+        facts = _facts(params, original_prompt_tokens=num_tokens if cut else None)
+        return request, replace(facts, lost_prompt_bytes=num_lost)
 
     # ---- the row's parameters ------------------------------------------------------------
 
@@ -124,16 +127,27 @@ class RowPreparer:
 
     # ---- the prompt ----------------------------------------------------------------------
 
-    def _encode(self, values: Values) -> list[int]:
+    def _num_lost(self, texts: Iterable[Any]) -> int:
+        lost = self._tokenizer.lost_bytes
+        if not lost:
+            return 0
+        data = [text.encode() for text in texts if isinstance(text, str)]
+        return sum(part.count(byte) for part in data for byte in lost)
+
+    def _encode(self, values: Values) -> tuple[list[int], int]:
+        """Token ids of the prompt, and the number of its bytes that got none."""
         try:
             if self._binding.source == "messages":
-                return self._encode_chat(as_messages(values.get(self._binding.column)))
+                messages = as_messages(values.get(self._binding.column))
+                contents = (message.get("content") for message in messages)
+                return self._encode_chat(messages), self._num_lost(contents)
             text = self._prompt_text(values)
             if not self._spec.chat:
-                return self._tokenizer.encode(text)
+                return self._tokenizer.encode(text), self._num_lost([text])
             system = self._spec.system
             turns = [{"role": "system", "content": system}] if system is not None else []
-            return self._encode_chat([*turns, {"role": "user", "content": text}])
+            ids = self._encode_chat([*turns, {"role": "user", "content": text}])
+            return ids, self._num_lost([text])
         except TemplateError as error:
             raise RowError("template_error", str(error)) from error
         except UnicodeEncodeError as error:

@@ -177,6 +177,8 @@ def _warnings_json(row: ResultRow) -> str | None:
     warnings = dict(row.finished.warnings)
     if row.replaced:
         warnings["replaced_utf8"] = list(row.replaced)
+    if row.facts.lost_prompt_bytes:
+        warnings["lost_prompt_bytes"] = row.facts.lost_prompt_bytes
     return json.dumps(warnings, sort_keys=True) if warnings else None
 
 

@@ -14,6 +14,7 @@ from engine.tokenizer import Tokenizer
 from jobs.prepare import RowFacts, RowPreparer, as_messages, truncate
 from jobs.records import Binding, JobSpec, SpecError
 from tests.golden import GOLDEN
+from tests.smollm2 import smollm2_path
 
 MODEL = GOLDEN / "llama-q4_0.gguf"
 CONTEXT_LENGTH = 64
@@ -286,3 +287,14 @@ def test_a_job_that_needs_a_chat_template_says_so_at_once(tokenizer: Tokenizer) 
         preparer(tokenizer, source="messages")
     with pytest.raises(SpecError, match="chat-template"):
         preparer(tokenizer, chat=True)
+
+
+@pytest.mark.parametrize("source", ["prompt", "messages"])
+def test_bytes_without_a_token_are_counted_in_the_row(source: str) -> None:
+    """SmolLM2's vocabulary has no token for the byte 04: nothing is dropped in silence."""
+    smol = Tokenizer.from_gguf(GgufFile.open(smollm2_path()))
+    assert 0x04 in smol.lost_bytes
+    text = "a\x04b\x04c"
+    value = text if source == "prompt" else [{"role": "user", "content": text}]
+    _, facts = preparer(smol, source=source, template=TEMPLATE).prepare(0, {source: value})
+    assert facts.lost_prompt_bytes == 2
