@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,11 +29,10 @@ from jobs.processes import (
     read_leader,
     write_leader,
 )
+from jobs.temp_folder import clear_temp_folders, make_temp_folder
 
-# A Unix socket's path has at most 107 bytes; ours and Ray's names come after the temp folder.
-_SOCKET_NAME = "/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-MAX_TEMP_ROOT_LEN = 107 - len("/ntx-0123456789ab-01234567") - len(_SOCKET_NAME)
 LAST_WORDS_CHARS = 2000
+MAX_RAY_LOG_NBYTES = 4 << 20
 WATCHDOG_S = 600.0
 WATCHDOG_STEPS = 10.0
 _DRIVER, _RAY, _ACTOR = "the driver", "Ray", "the engine actor"
@@ -70,7 +68,7 @@ class DriverProcess:
         self._job: StartJob | None = None
         self._num_oom_kills = 0
         self._marker = f"{home.key}-{secrets.token_hex(8)}"
-        self._temp_dir = _make_temp_dir(home)
+        self._temp_dir = make_temp_folder(_temp_prefix(home), os.environ)
         ours, theirs = socket.socketpair()
         with theirs:
             self._child = subprocess.Popen(
@@ -106,6 +104,8 @@ class DriverProcess:
             "RAY_AUTH_TOKEN_PATH": str(_make_token(self._home.ray_token_path)),
             # The engine's own budget bounds memory; Ray's monitor would kill the actor instead.
             "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_ROTATION_MAX_BYTES": str(MAX_RAY_LOG_NBYTES),
+            "RAY_ROTATION_BACKUP_COUNT": "1",
             # One actor is all that runs: no workers are wanted beside it.
             "RAY_prestart_worker_first_driver": "0",
         }
@@ -236,18 +236,12 @@ def clear_leftovers(home: Home) -> list[ProcessId]:
     """
     leader = read_leader(home.driver_path)
     left = kill_instance(f"{home.key}-", [leader] if leader else [])
-    for folder in _temp_root().glob(f"ntx-{home.key}-*"):
-        shutil.rmtree(folder, ignore_errors=True)
+    clear_temp_folders(_temp_prefix(home), os.environ)
     return left
 
 
-def _temp_root() -> Path:
-    root = tempfile.gettempdir()
-    return Path(root if len(os.fsencode(root)) <= MAX_TEMP_ROOT_LEN else "/tmp")
-
-
-def _make_temp_dir(home: Home) -> Path:
-    return Path(tempfile.mkdtemp(prefix=f"ntx-{home.key}-", dir=_temp_root()))
+def _temp_prefix(home: Home) -> str:
+    return f"ntx-{home.key}-"
 
 
 def _make_token(path: Path) -> Path:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
+
+from jobs.file_systems import read_mounts, refuse_network
 
 HOME_VARIABLE = "NTX_HOME"
 
@@ -19,13 +22,19 @@ class Home:
     path: Path
 
     @classmethod
-    def open(cls, path: str | Path | None = None) -> Home:
+    def open(
+        cls, path: str | Path | None = None, *, mounts: Callable[[], bytes] = read_mounts
+    ) -> Home:
         """The folder given, else $NTX_HOME, else the platform's; created where absent (0700).
 
+        mounts: the kernel's list of mounts
+
         Raises OSError: the folder cannot be made.
+        Raises RunnerError: it is on a network file system.
         """
         chosen = path or os.environ.get(HOME_VARIABLE) or platformdirs.user_data_dir("ntx-batch")
         home = cls(Path(chosen).expanduser().resolve())
+        refuse_network(home.path, mounts)
         home.jobs_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         return home
 

@@ -30,6 +30,7 @@ from jobs.publish import publish_part
 from jobs.records import DiskFullError, Job, JobError, JobRequest, JobState, RunnerError
 from jobs.stop_signal import StopSignal
 from jobs.store import JobStore
+from jobs.temp_folder import space_warnings
 
 __all__ = ["Runner", "ensure_runner", "main"]
 
@@ -247,6 +248,8 @@ class Runner:
         Returns whether the job was stopped before its end.
         """
         if self._driver is None:
+            for warning in space_warnings(os.environ):
+                log.warning("%s", warning)
             self._driver = self._start_driver(self._home)
         self._attempt += 1
         dispatch = Dispatch(self._attempt, run, self._driver)

@@ -23,6 +23,8 @@ class StopSignal:
         signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.set())
+        # A terminal that closes is no reason to stop.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return self
 
     def set(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -158,6 +159,8 @@ def run(options: dict[str, Any]) -> None:
     Example: ntx-batch run prompts.parquet --model model.gguf --limit 10
     """
     job = _submit(options)
+    # A batch system that takes the machine back says so with SIGTERM.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     _wait(job, stop_on_interrupt=True)
 
 
@@ -437,8 +440,11 @@ def _wait(
 
 def _interrupted(job: client.JobHandle, *, stop: bool) -> NoReturn:
     if stop:
-        job.pause()
-        render.note(f"job {job.id} stopped; its finished rows are kept")
+        try:
+            job.pause()
+            render.note(f"job {job.id} stopped; its finished rows are kept")
+        except KeyboardInterrupt:
+            render.note(f"the runner stops job {job.id}; its finished rows are kept")
     else:
         render.note(f"job {job.id} goes on; see it with: ntx-batch watch {job.id}")
     raise typer.Exit(EXIT_INTERRUPTED)

@@ -1,0 +1,74 @@
+"""Where Ray keeps its sockets and logs: a short, private folder that is ours alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from jobs.records import RunnerError
+
+TEMP_VARIABLE = "NTX_TEMP"
+# A Unix socket's path has at most 107 bytes; ours and Ray's names come after the temp folder.
+_SOCKET_NAME = "/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+MAX_ROOT_LEN = 107 - len("/ntx-0123456789ab-01234567") - len(_SOCKET_NAME)
+MIN_FREE_NBYTES = 200 << 20
+MAX_USED_SHARE = 0.95
+MIN_SHM_NBYTES = 88 << 20  # Ray's object store and a little
+
+
+def temp_roots(environ: Mapping[str, str]) -> list[Path]:
+    """Folders to make ours in, the first choice first."""
+    named = [environ.get(TEMP_VARIABLE), environ.get("TMPDIR"), tempfile.gettempdir(), "/tmp"]
+    others = [environ.get("XDG_RUNTIME_DIR"), "/var/tmp"]
+    return [Path(root) for root in dict.fromkeys([*named, *others]) if root]
+
+
+def make_temp_folder(prefix: str, environ: Mapping[str, str]) -> Path:
+    """Make a folder that only this user can enter, named `prefix` and something.
+
+    Raises RunnerError: no folder is short and writable, or not the one that NTX_TEMP names.
+    """
+    named = environ.get(TEMP_VARIABLE)
+    roots = [Path(named)] if named else temp_roots(environ)
+    refusals = []
+    for root in roots:
+        if len(os.fsencode(root)) > MAX_ROOT_LEN:
+            refusals.append(f"{root} is longer than the {MAX_ROOT_LEN} bytes that sockets leave")
+            continue
+        try:
+            return Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        except OSError as error:
+            refusals.append(f"{root}: {error.strerror}")
+    raise RunnerError(
+        f"no folder for Ray's sockets and logs: {'; '.join(refusals)}; name a short, writable one "
+        f"on a local disk with {TEMP_VARIABLE}"
+    )
+
+
+def clear_temp_folders(prefix: str, environ: Mapping[str, str]) -> None:
+    """Remove folders that `make_temp_folder` made with this prefix."""
+    for root in temp_roots(environ):
+        for folder in root.glob(f"{prefix}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def space_warnings(environ: Mapping[str, str], shared_memory: str = "/dev/shm") -> Iterator[str]:
+    """What may become tight: the disk below the temp folder, and shared memory."""
+    root = next((root for root in temp_roots(environ) if root.is_dir()), None)
+    if root is not None:
+        usage = shutil.disk_usage(root)
+        if usage.used > MAX_USED_SHARE * usage.total or usage.free < MIN_FREE_NBYTES:
+            yield (
+                f"the disk of {root}, where Ray keeps its logs, is {usage.used / usage.total:.0%} "
+                f"full ({usage.free >> 20} MiB free); {TEMP_VARIABLE} names another folder"
+            )
+    if os.path.isdir(shared_memory):
+        free = shutil.disk_usage(shared_memory).free
+        if free < MIN_SHM_NBYTES:
+            yield (
+                f"{shared_memory} has {free >> 20} MiB free; Ray's object store, which holds no "
+                "prompts and no results, uses the temp folder instead"
+            )
