@@ -1,6 +1,7 @@
 """ntx-batch: run a dataset of prompts through a GGUF model and lose no row."""
 
 from jobs.records import (
+    ChangedError,
     DatasetError,
     Job,
     JobError,
@@ -8,12 +9,14 @@ from jobs.records import (
     ResultsError,
     RunnerError,
     SpecError,
+    StoreError,
 )
 from ntx_batch.client import JobHandle, inspect, job, list_jobs, run, submit
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChangedError",
     "DatasetError",
     "Job",
     "JobError",
@@ -22,6 +25,7 @@ __all__ = [
     "ResultsError",
     "RunnerError",
     "SpecError",
+    "StoreError",
     "__version__",
     "inspect",
     "job",

@@ -61,8 +61,10 @@ def test_run_waits_and_writes_to_the_folder_asked_for(work: Path) -> None:
 
 def test_a_folder_with_files_is_refused(work: Path, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "prompts.parquet", ["one"])
-    with pytest.raises(ntx_batch.JobError, match="not empty"):
-        ntx_batch.submit(prompts, model=MODEL, output=tmp_path, home=work / "home")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    with pytest.raises(ntx_batch.ResultsError, match="not empty"):
+        ntx_batch.submit(prompts, model=MODEL, output=tmp_path / "full", home=work / "home")
 
 
 def test_unknown_options_are_refused_with_the_nearest(tmp_path: Path) -> None:
