@@ -24,7 +24,7 @@ from jobs.processes import INSTANCE_VARIABLE, ProcessId, boot_id
 from jobs.records import RunnerError
 
 START_TIMEOUT_S = 20.0
-_LOCK_TIMEOUT_S = 0.5
+_LOCK_TIMEOUT_S = 2.0
 NOTE_NBYTES = 4096
 _POLL_INTERVAL_S = 0.02
 _PACKAGE_ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +46,7 @@ class RunnerLock:
     def __init__(self, home: Home) -> None:
         """Take it. Raises RunnerError: another process holds it."""
         self._fd = os.open(home.lock_path, os.O_RDWR | os.O_CREAT, 0o600)
-        # Someone who looks whether a runner is there holds a shared lock for microseconds.
+        # Who looks whether a runner is there, or notes that one died, holds a shared lock briefly.
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
         while not _try_lock(self._fd, fcntl.LOCK_EX):
             if time.monotonic() > deadline:

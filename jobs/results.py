@@ -364,8 +364,9 @@ class Results:
         try:
             parquet = pq.ParquetFile(path, pre_buffer=False)
         except (OSError, pa.ArrowException) as error:
+            why = f"; {self._job.reason}" if self._job.reason else ""
             raise ResultsError(
-                f"job {self._job.id}: results part {path} cannot be read: {error}"
+                f"job {self._job.id}: results part {path} cannot be read: {error}{why}"
             ) from error
         if parquet.metadata.num_rows != part.num_rows:
             raise ResultsError(

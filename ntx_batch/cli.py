@@ -189,7 +189,7 @@ def list_command(as_json: AsJson = False) -> None:
 
     Example: ntx-batch list
     """
-    jobs = [handle.snapshot() for handle in client.list_jobs()]
+    jobs = client.snapshots()
     if as_json:
         render.print_json([status_record(job, time.time()) for job in jobs])
     else:

@@ -199,6 +199,17 @@ def list_jobs(*, home: str | Path | None = None) -> list[JobHandle]:
         return [JobHandle(job.id, place) for job in reversed(store.list_jobs())]
 
 
+def snapshots(*, home: str | Path | None = None) -> list[Job]:
+    """All jobs as the store has them now, the newest first."""
+    place = Home.open(home)
+    with JobStore(place.state_path) as store:
+        for job in store.list_jobs():
+            if job.state == "running":
+                # Looking at it notes the end of a runner that was killed.
+                actions.current_job(store, place, job.id)
+        return store.list_jobs()[::-1]
+
+
 def newest_job(*, home: str | Path | None = None) -> JobHandle:
     """The job submitted last. Raises JobNotFoundError: there is none."""
     jobs = list_jobs(home=home)

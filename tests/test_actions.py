@@ -380,6 +380,27 @@ def test_one_key_at_once_makes_one_job(home: Home, tmp_path: Path) -> None:
     assert len(set(ids)) == 1
 
 
+def test_submit_of_a_job_file_with_flags_before_it(
+    ntx: Command, home: Home, store: JobStore, tmp_path: Path
+) -> None:
+    write_prompts(tmp_path / "p.parquet", ["a", "b", "c"])
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f'input = "p.parquet"\nmodel = "{MODEL}"\n'
+        "max_tokens = 9\ntemperature = 0.5\nignore_eos = true"
+    )
+    with runner(home):
+        ran = ntx("submit", path, "--limit", "2", "--temperature", "0")
+    assert ran.code == 0
+    spec = store.job(ran.out.strip()).spec
+    assert (spec.limit, spec.params.max_tokens, spec.params.temperature) == (2, 9, 0.0)
+    assert spec.params.ignore_eos, "a flag that is not given leaves it to the file"
+    path.write_text('inptu = "p.parquet"')
+    ran = ntx("submit", path)
+    assert (ran.code, ran.out) == (2, "")
+    assert "there is no option inptu; did you mean input?" in ran.err
+
+
 # ---- limits ------------------------------------------------------------------------------
 
 

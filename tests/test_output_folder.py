@@ -15,6 +15,7 @@ from jobs.job_run import JobRun
 from jobs.output_folder import find_own_files, refuse_input_place, remove_own_files
 from jobs.publish import publish_part
 from jobs.records import Job, JobError, ResultsError
+from jobs.results import read_results
 from jobs.store import JobStore
 from ntx_batch.preflight import check_job
 from ntx_batch.spec import build_spec
@@ -132,6 +133,8 @@ def test_overwrite_removes_parts_of_a_job_that_is_over(store: JobStore, source: 
         released = store.job(first.id)
         assert released.results_dir == str(store.job_dir(first.id) / "results")
         assert released.reason == f"job {second.id} took over its results folder (--overwrite)"
+        with pytest.raises(ResultsError, match=f"job {second.id} took over"):
+            read_results(store.finished(first.id))
         open_job(store)
         assert os.listdir(output) == [f"part-00000-{second.id}.parquet"]
 
