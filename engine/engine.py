@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,15 +16,16 @@ from engine.chat import ChatTemplate, chat_template_of
 from engine.gguf_file import GgufFile
 from engine.hparams import check_tensors, read_hparams
 from engine.kv_cache import KvCache, pages_for
-from engine.loading import load_model
+from engine.loading import load_model, model_sizes
 from engine.machine import usable_cores
 from engine.model import kv_shape
 from engine.params import validate_params
-from engine.planner import Plan, Rates, Workload
+from engine.planner import Plan, Planner, Rates, Workload
 from engine.requests import EngineConfig, FinishedRow, Request, RowError
 from engine.rows import ActiveRow, failed_row
 from engine.sampler import choose
 from engine.scheduler import Chunk, admission_budget, compose_sweep
+from engine.sweep_log import SweepLog
 from engine.tokenizer import Tokenizer
 from kernels.ops import Batch, Float32, KvPool, KvType, Ops
 from nvme import Reader, ReadError
@@ -36,12 +37,10 @@ MAX_SWEEP_TRIES = 3
 class Totals:
     """What an engine has done since it was loaded."""
 
-    num_sweeps: int = 0
     num_failed_sweeps: int = 0
     num_rows: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    sweep_s: float = 0.0
 
 
 def default_ops(num_threads: int | None) -> Ops:
@@ -97,6 +96,7 @@ class Engine:
             progress=progress,
         )
         self.plan, self._model, self._reader_name = loaded.plan, loaded.model, loaded.reader_name
+        self._read_path, self._rates = loaded.read_path, rates
         pool = self._ops.kv_pool(
             kv_shape(self.hparams), num_pages=self.plan.kv_pages, kv_type=self.config.kv_type
         )
@@ -108,6 +108,10 @@ class Engine:
         most_pages = min(pages_for(self.context_length), self.plan.kv_pages)
         self._page_table = np.full((self.plan.sweep_tokens, most_pages), -1, np.int32)
         self.totals = Totals()
+        self.sweeps = SweepLog(
+            loaded.model.stream, loaded.read_path, rates.disk_nbytes_per_s if rates else None
+        )
+        self._sizes = model_sizes(file, self.hparams, pool.page_nbytes)
         self._load_s = {
             "open_s": round(compiled - started, 3),
             "weights_s": round(time.perf_counter() - compiled, 3),
@@ -139,13 +143,28 @@ class Engine:
             "device": self._ops.name,
             "num_threads": self._ops.num_workers,
             "reader": self._reader_name,
+            "read_path": self._read_path,
             "architecture": self.hparams.architecture,
             "weight_layout": "f32-panels" if self.plan.expand else "gguf-rows",
             "kv_type": self.config.kv_type,
             "context_length": self.context_length,
-            **asdict(self.plan),
+            **self.plan.record(),
             **self._load_s,
         }
+
+    def predict(self, workload: Workload) -> dict[str, Any] | None:
+        """What the plan should give for some work; None where the machine was not measured."""
+        if self._rates is None:
+            return None
+        planner = Planner(
+            self.hparams,
+            self.config,
+            self._sizes,
+            free_nbytes=0,
+            rates=self._rates,
+            workload=workload,
+        )
+        return dict(planner.predicted(self.plan).predicted)
 
     # ---- rows ----------------------------------------------------------------------------
 
@@ -165,10 +184,10 @@ class Engine:
         rows = (row.progress() for row in self._running.values())
         chunks = compose_sweep(rows, self.plan.sweep_tokens)
         if chunks:
-            started = time.perf_counter()
+            self.sweeps.begin()
             finished += self._run(chunks)
-            self.totals.sweep_s += time.perf_counter() - started
-            self.totals.num_sweeps += 1
+            num_tokens = sum(chunk.end - chunk.begin for chunk in chunks)
+            self.sweeps.end(num_tokens, len(chunks))
         self.totals.num_rows += len(finished)
         return finished
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,14 +54,19 @@ def _part(file: GgufFile, names: list[str], slot_nbytes: int) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to sweep, its plan, and the name of the reader that filled memory."""
+    """A model ready to sweep, its plan, and how its bytes come.
+
+    reader_name: of the reader
+    read_path: the way its bytes take, and what keeps them from a faster one
+    """
 
     model: Model
     plan: Plan
     reader_name: str
+    read_path: str
 
 
-def make_plan(
+def make_planner(
     file: GgufFile,
     hparams: Hparams,
     config: EngineConfig,
@@ -68,8 +74,8 @@ def make_plan(
     *,
     rates: Rates | None = None,
     workload: Workload | None = None,
-) -> Plan:
-    """The best plan for the memory that is free now. Raises MemoryBudgetError."""
+) -> Planner:
+    """A planner for the memory that is free now. Raises MemoryBudgetError."""
     page_nbytes = ops.kv_page_nbytes(kv_shape(hparams), config.kv_type)
     return Planner(
         hparams,
@@ -78,7 +84,14 @@ def make_plan(
         free_nbytes=free_memory_nbytes(config.memory_nbytes),
         rates=rates or DEFAULT_RATES,
         workload=workload,
-    ).best()
+    )
+
+
+def reader_name(config: EngineConfig, plan: Plan) -> str:
+    """The reader for a plan: direct where weights stream, unless one is asked for."""
+    if config.reader != "auto":
+        return config.reader
+    return "direct" if plan.streams else "mmap"
 
 
 def load_model(
@@ -97,9 +110,10 @@ def load_model(
 
     Raises MemoryBudgetError, ReadError, UnsupportedTypeError.
     """
-    plan = plan or make_plan(file, hparams, config, ops, rates=rates, workload=workload)
-    name = config.reader if config.reader != "auto" else ("direct" if plan.streams else "mmap")
-    reader = open_files(file.paths) if open_files else open_reader(name, file.paths)
+    if plan is None:
+        plan = make_planner(file, hparams, config, ops, rates=rates, workload=workload).best()
+    open_files = open_files or functools.partial(open_reader, reader_name(config, plan))
+    reader = open_files(file.paths)
     residence = Residence(plan.resident, plan.head_resident)
     try:
         loader = WeightLoader(file, reader, ops, expand=plan.expand)
@@ -123,4 +137,4 @@ def load_model(
         freq_factors=freq_factors,
         stream=stream,
     )
-    return LoadedModel(model, plan, reader.name)
+    return LoadedModel(model, plan, reader.name, reader.path_taken)

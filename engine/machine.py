@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+RESERVE_SHARE = 10  # one part in so many of what is free is left to others
 
 
-def _cgroup_free_nbytes() -> int | None:
+def _own_cgroups(root: Path, membership: Path) -> Iterator[Path]:
+    """Folders of this process's control group and of those around it; their limits add up."""
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else max(0, int(limit) - used)
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    own = next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
+    folder = root / own
+    while True:
+        yield folder
+        if folder == root or root not in folder.parents:
+            return
+        folder = folder.parent
+
+
+def _cgroup_free_nbytes(root: Path = _CGROUPS, membership: Path | None = None) -> int | None:
+    """What the tightest limit leaves; page cache that can be dropped is free."""
+    free: list[int] = []
+    for folder in _own_cgroups(root, membership or Path("/proc/self/cgroup")):
+        try:
+            limit = (folder / "memory.max").read_text().strip()
+            used = int((folder / "memory.current").read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+            free.append(max(0, int(limit) - used + cached))
+    return min(free, default=None)
 
 
 def free_memory_nbytes(limit_nbytes: int | None = None) -> int:
     """Memory that can be taken without swapping: the system's, or the control group's if less.
 
-    limit_nbytes: of this process; what it has of its own counts against it
+    limit_nbytes: what was asked for; None takes all but a reserve
     """
     available = int(psutil.virtual_memory().available)
     limited = _cgroup_free_nbytes()
     if limited is not None:
         available = min(available, limited)
     if limit_nbytes is not None:
-        memory = psutil.Process().memory_info()
-        available = min(available, limit_nbytes - (memory.rss - memory.shared))
-    return max(0, available)
+        return min(available, limit_nbytes)
+    return available - available // RESERVE_SHARE
 
 
 def usable_cores() -> int:

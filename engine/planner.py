@@ -4,12 +4,17 @@ A sweep takes max(S / W, D + c·tokens): S bytes streamed over W bytes/s, D seco
 over all weights costs whatever the tokens, c seconds of products per token. Rows on board are
 limited by KV memory, so where the model does not fit, every number of resident layers and every
 sweep budget is tried, and the pair with the shortest predicted job wins.
+
+The number of sweeps: R rows of p prompt and o output tokens, r of them on board. A row is on board
+for o sweeps, so R·o / r sweeps; r·p / S more, S tokens a sweep, until the last of the first r rows
+has come on board. S tokens a sweep bring no more than S·o / (p + o) rows on board.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.hparams import Hparams
@@ -107,7 +112,7 @@ class Plan:
     weights_nbytes, ring_nbytes, activations_nbytes, kv_pages, kv_nbytes: where memory goes
     sweep_tokens: most tokens of a sweep, and most rows on board
     streamed_nbytes: bytes that cross the link in each sweep
-    predicted: figures by name; see `predict`
+    predicted: figures by name; see `Planner`
     """
 
     expand: bool
@@ -125,6 +130,31 @@ class Plan:
     @property
     def streams(self) -> bool:
         return self.streamed_nbytes > 0
+
+    @property
+    def placement(self) -> str:
+        """A letter for each layer, then one for the head: r is resident, s streams."""
+        letters = ["r" if stays else "s" for stays in (*self.resident, self.head_resident)]
+        return "".join(letters[:-1]) + " " + letters[-1]
+
+    def record(self) -> dict[str, Any]:
+        """The plan without its predictions, as plain JSON values."""
+        num_resident = sum(self.resident)
+        return {
+            "expand": self.expand,
+            "layers": len(self.resident),
+            "resident_layers": num_resident,
+            "head_resident": self.head_resident,
+            "streamed_parcels": len(self.resident) - num_resident + (not self.head_resident),
+            "placement": self.placement,
+            "weights_nbytes": self.weights_nbytes,
+            "ring_nbytes": self.ring_nbytes,
+            "activations_nbytes": self.activations_nbytes,
+            "kv_pages": self.kv_pages,
+            "kv_nbytes": self.kv_nbytes,
+            "sweep_tokens": self.sweep_tokens,
+            "streamed_nbytes": self.streamed_nbytes,
+        }
 
 
 def activations_nbytes(hparams: Hparams, sweep_tokens: int) -> int:
@@ -144,6 +174,20 @@ class _Try:
     num_resident: int
     head_resident: bool
     sweep_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Need:
+    """The least bytes that one way takes."""
+
+    weights: int
+    ring: int
+    work: int
+    kv: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.ring + self.work + self.kv
 
 
 class Planner:
@@ -167,6 +211,11 @@ class Planner:
         self._workload = workload or Workload()
         if config.sweep_tokens is not None and config.sweep_tokens < 1:
             raise MemoryBudgetError(f"--sweep-tokens {config.sweep_tokens}: at least 1 is needed")
+        if (config.kv_memory_nbytes or sizes.page_nbytes) < sizes.page_nbytes:
+            raise MemoryBudgetError(
+                f"--kv-memory {config.kv_memory_nbytes:,} bytes holds no page: one page takes "
+                f"{sizes.page_nbytes:,}"
+            )
 
     def best(self) -> Plan:
         """The plan with the shortest predicted job.
@@ -177,6 +226,10 @@ class Planner:
         if not plans:
             raise MemoryBudgetError(self._refusal())
         return min(plans, key=lambda plan: float(plan.predicted["job_s"]))
+
+    def predicted(self, plan: Plan) -> Plan:
+        """A plan made otherwise, with the predictions of these rates and this workload."""
+        return replace(plan, predicted=self._predict(plan))
 
     def _ways(self) -> Iterator[_Try]:
         """Everything resident where it fits; otherwise each number of resident layers."""
@@ -191,58 +244,60 @@ class Planner:
         if self._config.expand == "auto" and fits and self._plan(expanded) is not None:
             yield expanded
             return
-        tried = [self._config.sweep_tokens] if self._config.sweep_tokens else SWEEP_TOKENS_TRIED
-        if self._plan(whole) is not None:
+        tried: Sequence[int] = SWEEP_TOKENS_TRIED
+        if self._config.sweep_tokens or self._plan(whole) is not None:
             tried = [sweeps]
         for sweep_tokens in tried:
-            assert sweep_tokens is not None
-            for num_resident in range(num_layers + 1):
-                for head_resident in (True, False) if self._sizes.head else (True,):
-                    yield _Try(False, num_resident, head_resident, sweep_tokens)
+            yield from self._divisions(sweep_tokens)
+
+    def _divisions(self, sweep_tokens: int) -> Iterator[_Try]:
+        for num_resident in range(len(self._sizes.layers) + 1):
+            for head_resident in (True, False) if self._sizes.head else (True,):
+                yield _Try(False, num_resident, head_resident, sweep_tokens)
 
     def _plan(self, way: _Try) -> Plan | None:
         """The plan of one way, or None where it does not fit."""
-        sizes = self._sizes
-        resident = spread(way.num_resident, len(sizes.layers))
-        weights_nbytes = self._weights_nbytes(way, resident)
-        streamed = self._streamed(way, resident)
-        ring_nbytes = self._ring_nbytes(streamed)
-        work_nbytes = activations_nbytes(self._hparams, way.sweep_tokens) + FIXED_NBYTES
-        left_nbytes = self._free_nbytes - weights_nbytes - ring_nbytes - work_nbytes
+        page_nbytes = self._sizes.page_nbytes
+        need = self._need(way)
+        if need is None or need.total > self._free_nbytes:
+            return None
         kv_nbytes = self._config.kv_memory_nbytes
         if kv_nbytes is None:
+            left_nbytes = self._free_nbytes - need.total + need.kv
             # Without a budget of our own we leave half of what is free to others.
             share = left_nbytes if self._config.memory_nbytes else left_nbytes // 2
-            kv_nbytes = min(share, DEFAULT_KV_NBYTES)
-        elif kv_nbytes > left_nbytes:
-            return None
-        if kv_nbytes < sizes.page_nbytes:
-            return None
+            kv_nbytes = max(page_nbytes, min(share, DEFAULT_KV_NBYTES))
         most_pages = way.sweep_tokens * pages_for(self._hparams.context_length)
-        kv_pages = min(kv_nbytes // sizes.page_nbytes, most_pages)
-        streamed_nbytes = sum(part.slot_nbytes for part in streamed)
-        predicted = self.predict(
+        kv_pages = min(kv_nbytes // page_nbytes, most_pages)
+        plan = Plan(
             expand=way.expand,
-            kv_pages=kv_pages,
-            sweep_tokens=way.sweep_tokens,
-            streamed_nbytes=streamed_nbytes,
-        )
-        return Plan(
-            expand=way.expand,
-            resident=resident,
+            resident=spread(way.num_resident, len(self._sizes.layers)),
             head_resident=way.head_resident,
-            weights_nbytes=weights_nbytes,
-            ring_nbytes=ring_nbytes,
-            activations_nbytes=work_nbytes,
+            weights_nbytes=need.weights,
+            ring_nbytes=need.ring,
+            activations_nbytes=need.work,
             kv_pages=kv_pages,
-            kv_nbytes=kv_pages * sizes.page_nbytes,
+            kv_nbytes=kv_pages * page_nbytes,
             sweep_tokens=way.sweep_tokens,
-            streamed_nbytes=streamed_nbytes,
-            predicted=predicted,
+            streamed_nbytes=sum(part.slot_nbytes for part in self._streamed(way)),
+        )
+        return self.predicted(plan)
+
+    def _need(self, way: _Try) -> _Need | None:
+        """None where the ring that was asked for does not hold a parcel of it."""
+        streamed = self._streamed(way)
+        ring_nbytes = self._ring_nbytes(streamed)
+        if streamed and ring_nbytes < max(part.slot_nbytes for part in streamed):
+            return None
+        return _Need(
+            weights=self._weights_nbytes(way),
+            ring=ring_nbytes,
+            work=activations_nbytes(self._hparams, way.sweep_tokens) + FIXED_NBYTES,
+            kv=self._config.kv_memory_nbytes or self._sizes.page_nbytes,
         )
 
-    def _weights_nbytes(self, way: _Try, resident: tuple[bool, ...]) -> int:
-        sizes = self._sizes
+    def _weights_nbytes(self, way: _Try) -> int:
+        sizes, resident = self._sizes, spread(way.num_resident, len(self._sizes.layers))
         if way.expand:
             return sizes.expanded_nbytes
         kept = [part for part, stays in zip(sizes.layers, resident, strict=True) if stays]
@@ -251,9 +306,10 @@ class Planner:
         fixed = sizes.vectors_nbytes + sizes.embedding.stored_nbytes
         return fixed + sum(part.stored_nbytes for part in kept)
 
-    def _streamed(self, way: _Try, resident: tuple[bool, ...]) -> list[Part]:
+    def _streamed(self, way: _Try) -> list[Part]:
         if way.expand:
             return []
+        resident = spread(way.num_resident, len(self._sizes.layers))
         layers = zip(self._sizes.layers, resident, strict=True)
         parts = [part for part, stays in layers if not stays]
         if self._sizes.head is not None and not way.head_resident:
@@ -268,32 +324,26 @@ class Planner:
         largest = max(part.slot_nbytes for part in streamed)
         return min(RING_PARCELS, len(streamed) + 1) * largest
 
-    def predict(
-        self, *, expand: bool, kv_pages: int, sweep_tokens: int, streamed_nbytes: int
-    ) -> dict[str, Any]:
-        """What a plan gives in the steady state of the workload.
+    def _predict(self, plan: Plan) -> dict[str, Any]:
+        """What a plan gives over the whole of the workload.
 
-        rows_on_board; sweep_used_tokens: decode and the prefill that refills rows, per sweep
+        rows_on_board; sweep_used_tokens: mean tokens of a sweep
         tokens_at_balance: T*, tokens at which computing catches up with the link
         disk_s, pass_s, token_s: of one sweep: reading, a pass over the weights, products per token
         sweep_s, num_sweeps, tokens_per_s (output), job_s, limited_by
         """
-        work, rates = self._workload, self._rates
-        row_tokens = max(1.0, work.prompt_tokens + work.output_tokens)
-        row_pages = max(1, pages_for(int(row_tokens)))
-        rows = max(1, min(work.num_rows, sweep_tokens, kv_pages // row_pages))
-        refill = rows * work.prompt_tokens / max(1.0, work.output_tokens)
-        used = min(float(sweep_tokens), rows + refill)
-        disk_s = streamed_nbytes / rates.disk_nbytes_per_s
-        pass_s, token_s = self._compute_s(expand)
+        work = self._workload
+        rows = self._rows_on_board(plan)
+        ramp = rows * work.prompt_tokens / plan.sweep_tokens
+        num_sweeps = max(1.0, work.num_rows * max(1.0, work.output_tokens) / rows + ramp)
+        used = work.num_rows * (work.prompt_tokens + work.output_tokens) / num_sweeps
+        disk_s = plan.streamed_nbytes / self._rates.disk_nbytes_per_s
+        pass_s, token_s = self._compute_s(plan.expand)
         sweep_s = max(disk_s, pass_s + token_s * used)
-        num_sweeps = max(1.0, work.num_rows * row_tokens / used)
-        # The last rows decode to their end with nobody to take the places of those that left.
-        num_sweeps += work.output_tokens / 2
         job_s = num_sweeps * sweep_s
         balance = max(0.0, (disk_s - pass_s) / token_s) if disk_s else 0.0
         return {
-            "rows_on_board": rows,
+            "rows_on_board": int(rows),
             "sweep_used_tokens": round(used, 1),
             "tokens_at_balance": round(balance, 1),
             "disk_s": disk_s,
@@ -305,6 +355,13 @@ class Planner:
             "job_s": job_s,
             "limited_by": "disk" if disk_s > pass_s + token_s * used else "compute",
         }
+
+    def _rows_on_board(self, plan: Plan) -> float:
+        work = self._workload
+        row_tokens = max(1.0, work.prompt_tokens + work.output_tokens)
+        row_pages = pages_for(math.ceil(row_tokens))
+        refilled = plan.sweep_tokens * max(1.0, work.output_tokens) / row_tokens
+        return max(1.0, min(work.num_rows, plan.kv_pages // row_pages, refilled))
 
     def _compute_s(self, expand: bool) -> tuple[float, float]:
         """Seconds of a pass over all weights, and of the products per token."""
@@ -320,23 +377,20 @@ class Planner:
 
     def _refusal(self) -> str:
         """What was asked, what there is, and the smallest that works."""
-        sizes, config = self._sizes, self._config
+        config, page_nbytes = self._config, self._sizes.page_nbytes
         sweep_tokens = config.sweep_tokens or SWEEP_TOKENS_TRIED[0]
-        expand = config.expand == "always"
-        smallest = _Try(expand, 0, sizes.head is None, sweep_tokens)
-        resident = spread(0, len(sizes.layers))
-        need = (
-            self._weights_nbytes(smallest, resident)
-            + self._ring_nbytes(self._streamed(smallest, resident))
-            + activations_nbytes(self._hparams, sweep_tokens)
-            + FIXED_NBYTES
-            + (config.kv_memory_nbytes or sizes.page_nbytes)
-        )
+        ways = [_Try(True, len(self._sizes.layers), True, sweep_tokens)]
+        if config.expand != "always":
+            ways = list(self._divisions(sweep_tokens))
+        needs = [need for way in ways if (need := self._need(way)) is not None]
+        need = min(needs, key=lambda need: need.total)
+        given = config.memory_nbytes is not None and config.memory_nbytes <= self._free_nbytes
+        kv = "asked for" if config.kv_memory_nbytes else "one page"
         return (
-            f"the memory budget is {self._free_nbytes:,} bytes; the smallest that works here is "
-            f"{need:,}: weights that must stay {self._weights_nbytes(smallest, resident):,}, "
-            f"ring {self._ring_nbytes(self._streamed(smallest, resident)):,}, work buffers of "
-            f"{sweep_tokens} tokens {activations_nbytes(self._hparams, sweep_tokens):,}, KV cache "
-            f"{config.kv_memory_nbytes or 0:,} asked for and one page takes "
-            f"{sizes.page_nbytes:,}; raise --memory, or lower --kv-memory or --sweep-tokens"
+            f"{'the memory budget is' if given else 'free memory is'} {self._free_nbytes:,} bytes; "
+            f"the smallest that works here is {need.total:,}: weights that must stay "
+            f"{need.weights:,}, ring {need.ring:,}, work buffers of {sweep_tokens} tokens "
+            f"{need.work:,}, KV cache {need.kv:,} ({kv}; a page takes {page_nbytes:,}); "
+            f"{'raise --memory' if given else 'free some'}, or lower --kv-memory, --ring-memory or "
+            "--sweep-tokens"
         )

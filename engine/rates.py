@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.planner import EXPANDED, Rates
+from engine.planner import DEFAULT_RATES, EXPANDED, Rates
 from kernels.ops import Batch, KvShape, Ops, PackedMatrix
 from kernels.quants import QUANT_TYPES, BlockTensor, QuantType
 from nvme.probe import choose_transfer, measure_disk
@@ -25,7 +25,7 @@ def probe_rates(
     """Measure a pass over weights of each type, products of many tokens, and the disk.
 
     type_names: of the model's matrices
-    files: read for about a second; their pages leave the page cache
+    files: read for about a second; their pages leave the page cache; none of them, no disk probe
     Raises ReadError, OSError: the files cannot be read.
     """
     values_per_s, flops_per_s = {}, {}
@@ -36,7 +36,7 @@ def probe_rates(
     expanded = _random_matrix(ops, types["F32"], expand=True)
     values_per_s[EXPANDED], flops_per_s[EXPANDED] = _product_rates(ops, expanded)
     return Rates(
-        disk_nbytes_per_s=disk_rate(files, cache_dir),
+        disk_nbytes_per_s=disk_rate(files, cache_dir) if files else DEFAULT_RATES.disk_nbytes_per_s,
         values_per_s=values_per_s,
         flops_per_s=float(np.median(list(flops_per_s.values()))),
     )

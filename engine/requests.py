@@ -182,7 +182,7 @@ class EngineConfig:
     expand: "auto" keeps weights as float32 where they fit in half of the free memory, "never"
         keeps them quantised, "always" refuses to start where they do not fit
     num_threads: worker threads; None is every core this process may use
-    memory_nbytes: most memory that the engine's process may take for itself
+    memory_nbytes: most memory for weights, KV cache and buffers together
     ring_nbytes: buffer through which weights stream that do not stay in memory
     reader: how model files are read; "auto" takes "direct" for weights that stream
     pre_tokenizer: use this pre-tokeniser whatever the file names

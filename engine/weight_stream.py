@@ -20,7 +20,7 @@ from engine.weights import (
     layer_tensor_names,
 )
 from kernels.ops import Ops, PackedMatrix
-from nvme import Reader, page_aligned
+from nvme import Reader, ReadStats, page_aligned
 
 
 def parcel_layouts(file: GgufFile, hparams: Hparams) -> tuple[list[SlotLayout], SlotLayout | None]:
@@ -94,6 +94,10 @@ class WeightStream:
     def restart(self) -> None:
         """Begin with the first parcel again, after a sweep that failed."""
         self._streamer.restart()
+
+    def reader_stats(self) -> ReadStats:
+        """What the reader has delivered so far, and by which way."""
+        return self._reader.stats()
 
     def close(self) -> None:
         self._reader.close()

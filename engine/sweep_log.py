@@ -1,0 +1,139 @@
+"""What each sweep took and moved, and the sums of it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, fields
+from typing import Self
+
+from engine.weight_stream import WeightStream
+from nvme import ReadStats
+
+RECENT_SWEEPS = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepRecord:
+    """One sweep.
+
+    num_tokens, num_rows: that rode along
+    seconds: from its first chunk to its last sampled token
+    streamed_nbytes: of weights that came through the ring
+    disk_wait_s: the workers stood still for them
+    direct_nbytes, buffered_nbytes: read meanwhile past and through the page cache, in part for
+        the next sweep
+    read_busy_s: there was something to read
+    reader: how the bytes travelled, and what kept them from a faster way
+    probed_nbytes_per_s: the rate of the disk that the plan counted on; None where not probed
+    """
+
+    num_tokens: int
+    num_rows: int
+    seconds: float
+    streamed_nbytes: int
+    disk_wait_s: float
+    direct_nbytes: int
+    buffered_nbytes: int
+    read_busy_s: float
+    reader: str
+    probed_nbytes_per_s: float | None
+
+    @property
+    def disk_nbytes_per_s(self) -> float:
+        """Bytes streamed per second of the sweep."""
+        return self.streamed_nbytes / self.seconds
+
+    @property
+    def probe_share(self) -> float | None:
+        """That rate over the probed one."""
+        probed = self.probed_nbytes_per_s
+        return self.disk_nbytes_per_s / probed if probed and self.streamed_nbytes else None
+
+
+@dataclass(slots=True)
+class SweepTotals:
+    """Sums over sweeps; fields as in SweepRecord."""
+
+    num_sweeps: int = 0
+    num_tokens: int = 0
+    num_rows: int = 0
+    seconds: float = 0.0
+    streamed_nbytes: int = 0
+    disk_wait_s: float = 0.0
+    direct_nbytes: int = 0
+    buffered_nbytes: int = 0
+    read_busy_s: float = 0.0
+
+    def add(self, record: SweepRecord) -> None:
+        self.num_sweeps += 1
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(record, name))
+
+    def __sub__(self, earlier: SweepTotals) -> SweepTotals:
+        names = ("num_sweeps", *_SUMMED)
+        return SweepTotals(*(getattr(self, name) - getattr(earlier, name) for name in names))
+
+    def copy(self) -> SweepTotals:
+        return self - SweepTotals()
+
+
+_SUMMED = tuple(field.name for field in fields(SweepTotals) if field.name != "num_sweeps")
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    at: float
+    nbytes: int
+    wait_s: float
+    read: ReadStats
+
+    @classmethod
+    def now(cls, stream: WeightStream | None) -> Self:
+        if stream is None:
+            return cls(time.perf_counter(), 0, 0.0, ReadStats())
+        totals = stream.totals
+        return cls(time.perf_counter(), totals.nbytes, totals.wait_s, stream.reader_stats())
+
+
+class SweepLog:
+    """Sweeps as they are run.
+
+    recent: the last `RECENT_SWEEPS`
+    totals: of all that ended well
+    stream: what weights come through; None where all are resident
+    reader, probed_nbytes_per_s: as in SweepRecord
+    """
+
+    def __init__(
+        self, stream: WeightStream | None, reader: str, probed_nbytes_per_s: float | None
+    ) -> None:
+        self.recent: deque[SweepRecord] = deque(maxlen=RECENT_SWEEPS)
+        self.totals = SweepTotals()
+        self._stream = stream
+        self._reader = reader
+        self._probed_nbytes_per_s = probed_nbytes_per_s
+        self._mark = _Mark.now(stream)
+
+    def begin(self) -> None:
+        """A sweep begins."""
+        self._mark = _Mark.now(self._stream)
+
+    def end(self, num_tokens: int, num_rows: int) -> None:
+        """It is over."""
+        before, now = self._mark, _Mark.now(self._stream)
+        read = now.read - before.read
+        record = SweepRecord(
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            seconds=now.at - before.at,
+            streamed_nbytes=now.nbytes - before.nbytes,
+            disk_wait_s=now.wait_s - before.wait_s,
+            direct_nbytes=read.nbytes_direct,
+            buffered_nbytes=read.nbytes_buffered,
+            read_busy_s=read.busy_s,
+            reader=self._reader,
+            probed_nbytes_per_s=self._probed_nbytes_per_s,
+        )
+        self.recent.append(record)
+        self.totals.add(record)
