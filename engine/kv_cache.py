@@ -64,16 +64,13 @@ class KvCache:
     def extend(self, row: RowKv, num_tokens: int) -> None:
         """Make positions [row.num_tokens, row.num_tokens + num_tokens) writable.
 
-        A partly filled page that other rows share is copied first; fresh pages are zeroed.
+        A partly filled page that other rows share is copied first.
         """
         end = row.num_tokens + num_tokens
         num_pages = pages_for(end)
         assert num_pages <= row.max_pages, (num_pages, row.max_pages)
         self._own_last_page(row)
-        fresh = [self._take() for _ in range(num_pages - len(row.pages))]
-        row.pages += fresh
-        if fresh and self._ops is not None and self.pool is not None:
-            self._ops.kv_clear(self.pool, fresh)
+        row.pages += [self._take() for _ in range(num_pages - len(row.pages))]
         row.num_tokens = end
 
     def truncate(self, row: RowKv, num_tokens: int) -> None:

@@ -177,9 +177,6 @@ class Ops(Protocol):
     def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
         """Bytes of one page of such a pool over all layers."""
 
-    def kv_clear(self, pool: OwnPool, pages: Sequence[int]) -> None:
-        """Zero pages before a row first writes them: stale values must not reach a new row."""
-
     def kv_copy(self, pool: OwnPool, source: int, target: int) -> None:
         """Copy one page over all layers (copy-on-write of a shared page)."""
 
@@ -248,6 +245,7 @@ class Ops(Protocol):
     ) -> None:
         """Causal attention of each token over its row's positions [0, position].
 
+        What a page holds from an earlier row never reaches the result, NaN included.
         Scaled by key_length^-1/2; out: (num_tokens, num_heads·value_length).
         """
 

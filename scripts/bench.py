@@ -4,6 +4,8 @@
     python -m scripts.bench prefill --model MODEL      4 prompts of 128 tokens per sweep
     python -m scripts.bench peer    --model MODEL --llama-batched-bench PATH
     python -m scripts.bench job     --model MODEL      a job through Ray and Parquet
+    python -m scripts.bench stream  --model MODEL      a model that streams, by rows on board
+    python -m scripts.bench placement --model MODEL    interleaved against contiguous layers
 
 Figures are medians of interleaved repeats. `--json FILE` keeps every sample.
 """
@@ -20,12 +22,15 @@ from scripts.bench_engine import bench_decode, bench_prefill
 from scripts.bench_job import bench_job
 from scripts.bench_peer import bench_peer
 from scripts.bench_report import Report, machine_facts
+from scripts.bench_stream import bench_placement, bench_stream
 
 BENCHES: dict[str, Callable[[argparse.Namespace], Report]] = {
     "decode": bench_decode,
     "prefill": bench_prefill,
     "peer": bench_peer,
     "job": bench_job,
+    "stream": bench_stream,
+    "placement": bench_placement,
 }
 
 
@@ -39,6 +44,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens decoded per row")
     parser.add_argument("--job-rows", type=int, default=600, help="rows of the job")
     parser.add_argument("--kv-type", choices=["f32", "f16"], default="f32")
+    parser.add_argument("--reader", choices=["auto", "direct", "mmap"], default="auto")
     parser.add_argument("--threads", type=int, help="worker threads; default: every core")
     parser.add_argument("--llama-batched-bench", type=Path, help="peer's program (peer)")
     parser.add_argument("--json", type=Path, help="write all samples here")

@@ -168,15 +168,6 @@ def test_page_bytes_are_what_the_pool_takes(ops: CpuOps, kv_type: Any, itemsize:
     assert not pool.values.any()
 
 
-def test_clear_zeroes_these_pages_and_no_other(ops: CpuOps) -> None:
-    pool = ops.kv_pool(SHAPE, num_pages=5, kv_type="f32")
-    pool.keys[:], pool.values[:] = 1, 2
-    ops.kv_clear(pool, [1, 3])
-    for array, value in ((pool.keys, 1), (pool.values, 2)):
-        assert not array[:, [1, 3]].any()
-        assert (array[:, [0, 2, 4]] == value).all()
-
-
 def test_copy_takes_a_page_over_all_layers(ops: CpuOps) -> None:
     rng = np.random.default_rng(4)
     pool = ops.kv_pool(SHAPE, num_pages=4, kv_type="f32")

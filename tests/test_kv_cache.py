@@ -13,14 +13,10 @@ from kernels.ops import PAGE_TOKENS
 
 
 class RecordingOps:
-    """Page operations on plain lists: each page is PAGE_TOKENS values, stale until cleared."""
+    """Page operations on plain lists: each page is PAGE_TOKENS values, stale at first."""
 
     def __init__(self, num_pages: int) -> None:
         self.pages: list[list[object]] = [["stale"] * PAGE_TOKENS for _ in range(num_pages)]
-
-    def kv_clear(self, pool: object, pages: list[int]) -> None:
-        for page in pages:
-            self.pages[page] = [None] * PAGE_TOKENS
 
     def kv_copy(self, pool: object, source: int, target: int) -> None:
         self.pages[target] = list(self.pages[source])

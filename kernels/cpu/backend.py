@@ -121,10 +121,6 @@ class CpuOps:
             values=zeros((*outer, PAGE_TOKENS, stride), _KV_DTYPES[kv_type]),
         )
 
-    def kv_clear(self, pool: CpuKvPool, pages: Sequence[int]) -> None:
-        pool.keys[:, list(pages)] = 0
-        pool.values[:, list(pages)] = 0
-
     def kv_copy(self, pool: CpuKvPool, source: int, target: int) -> None:
         pool.keys[:, target] = pool.keys[:, source]
         pool.values[:, target] = pool.values[:, source]

@@ -1,0 +1,138 @@
+"""A model that streams: against the bare disk, against its own computing, and by placement."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from engine import EngineConfig, Request, SamplingParams
+from engine.engine import Engine
+from engine.placement import first, spread
+from engine.planner import Plan
+from nvme import ReadStats
+from nvme.probe import measure_disk
+from scripts.bench_report import Report
+
+MEMORY_NBYTES = 3 << 29  # 1.5 GiB
+ROWS = (1, 8, 32, 64, 96, 128)
+ROW_TOKENS = 64
+SWEEPS = 4
+
+
+def streaming_config(options: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
+        kv_type="f16",
+        num_threads=options.threads,
+        memory_nbytes=MEMORY_NBYTES,
+        reader=options.reader,
+        sweep_tokens=max(ROWS),
+    )
+
+
+def board(engine: Engine, rows: int) -> None:
+    """Put `rows` rows on board, all decoding from a few tokens on."""
+    engine.cancel_all()
+    params = SamplingParams(max_tokens=ROW_TOKENS, ignore_eos=True)
+    ids = np.arange(10, 14, dtype=np.int32)
+    for index in range(rows):
+        engine.add(Request(row_index=index, token_ids=ids, params=params))
+    while engine.num_waiting or any(r.progress().pending > 1 for r in engine._running.values()):
+        engine.sweep()
+
+
+def sweep_s(engine: Engine, sweeps: int = SWEEPS) -> float:
+    """Seconds of one sweep, over `sweeps` of them."""
+    rows = engine.num_running
+    started = time.perf_counter()
+    for _ in range(sweeps):
+        engine.sweep()
+    assert engine.num_running == rows, "a row ended inside the timed part"
+    return (time.perf_counter() - started) / sweeps
+
+
+def reader_stats(engine: Engine) -> ReadStats:
+    stream = engine._model.stream
+    assert stream is not None, "the model is resident: nothing streams"
+    return stream.reader_stats()
+
+
+def probe_bytes_per_s(options: argparse.Namespace) -> float:
+    rates = measure_disk(options.model)
+    return rates.direct_bytes_per_s or rates.buffered_bytes_per_s
+
+
+def resident_plan(engine: Engine) -> Plan:
+    """The same buffers, with every byte of the weights in memory."""
+    layers = len(engine.plan.resident)
+    return replace(
+        engine.plan, resident=(True,) * layers, head_resident=True, streamed_nbytes=0, ring_nbytes=0
+    )
+
+
+def bench_stream(options: argparse.Namespace) -> Report:
+    """Read rate against the probe, sweep time against the larger of disk and compute, by rows."""
+    report = Report("streamed sweeps, 1.5 GiB, f16 KV")
+    config = streaming_config(options)
+    with Engine(options.model, config) as engine:
+        in_memory = EngineConfig(kv_type="f16", expand="never", num_threads=options.threads)
+        with Engine(options.model, in_memory, plan=resident_plan(engine)) as resident:
+            report.facts["streamed bytes per sweep"] = engine.plan.streamed_nbytes
+            report.facts["rows the KV cache holds"] = engine.plan.kv_pages // 3
+            for _ in range(options.repeats):
+                for rows in ROWS:
+                    _measure_rows(report, options, engine, resident, rows)
+    return report
+
+
+def _measure_rows(
+    report: Report, options: argparse.Namespace, engine: Engine, resident: Engine, rows: int
+) -> None:
+    board(engine, rows)
+    board(resident, rows)
+    probe = probe_bytes_per_s(options)
+    before = reader_stats(engine)
+    streamed_s = sweep_s(engine)
+    read = reader_stats(engine) - before
+    probe = statistics.mean([probe, probe_bytes_per_s(options)])
+    compute_s = sweep_s(resident)
+    disk_s = engine.plan.streamed_nbytes / probe
+    report.add(f"{rows} rows: tokens/s", rows / streamed_s)
+    report.add(f"{rows} rows: sweep s", streamed_s)
+    report.add(f"{rows} rows: disk s at the probed rate", disk_s)
+    report.add(f"{rows} rows: compute s", compute_s)
+    report.add(f"{rows} rows: sweep / max(disk, compute)", streamed_s / max(disk_s, compute_s))
+    report.add(f"{rows} rows: smaller / larger", min(disk_s, compute_s) / max(disk_s, compute_s))
+    report.add(f"{rows} rows: read rate / probe", read.nbytes / (streamed_s * SWEEPS) / probe)
+
+
+def bench_placement(options: argparse.Namespace) -> Report:
+    """Interleaved against contiguous placement, half of the layers resident."""
+    report = Report("placement, half of the layers resident, f16 KV")
+    config = EngineConfig(
+        kv_type="f16",
+        num_threads=options.threads,
+        expand="never",
+        reader=options.reader,
+        sweep_tokens=options.rows,
+        kv_memory_nbytes=1 << 29,
+    )
+    with Engine(options.model, replace(config, memory_nbytes=MEMORY_NBYTES)) as probe:
+        plan = probe.plan
+    layers = len(plan.resident)
+    engines = {
+        name: Engine(options.model, config, plan=replace(plan, resident=place(layers // 2, layers)))
+        for name, place in (("interleaved", spread), ("contiguous", first))
+    }
+    for _ in range(options.repeats):
+        for name, engine in engines.items():
+            board(engine, options.rows)
+            report.add(f"{name}: sweep s", sweep_s(engine))
+        values = {name: report.samples[f"{name}: sweep s"][-1] for name in engines}
+        report.add("contiguous / interleaved", values["contiguous"] / values["interleaved"])
+    for engine in engines.values():
+        engine.close()
+    return report
