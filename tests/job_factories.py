@@ -15,6 +15,7 @@ from jobs.prepare import RowFacts
 from jobs.records import InputFile, Job, JobSpec, Manifest, RowBatch
 from jobs.results import ResultRow, Schema, build_row_batch, job_schema
 from jobs.store import JobStore
+from tests.golden import GOLDEN
 
 
 def make_spec(**changes: Any) -> JobSpec:
@@ -54,8 +55,9 @@ def write_input(path: Path, columns: Mapping[str, Any], **options: Any) -> Path:
 
 
 def submit_input(store: JobStore, path: Path, **spec: Any) -> Job:
-    """A job over a file that is there."""
-    return store.create_job(make_spec(input=str(path), **spec), build_manifest(path), {})
+    """A job over a file that is there, and a model."""
+    values = {"input": str(path), "model": str(GOLDEN / "llama-q4_0.gguf")} | spec
+    return store.create_job(make_spec(**values), build_manifest(path), {})
 
 
 def finish_rows(job: Job, rows: Sequence[FinishedRow]) -> RowBatch:
