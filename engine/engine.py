@@ -96,7 +96,7 @@ class Engine:
             progress=progress,
         )
         self.plan, self._model, self._reader_name = loaded.plan, loaded.model, loaded.reader_name
-        self._read_path, self._rates = loaded.read_path, rates
+        self._read_path, self.rates = loaded.read_path, rates
         pool = self._ops.kv_pool(
             kv_shape(self.hparams), num_pages=self.plan.kv_pages, kv_type=self.config.kv_type
         )
@@ -154,14 +154,14 @@ class Engine:
 
     def predict(self, workload: Workload) -> dict[str, Any] | None:
         """What the plan should give for some work; None where the machine was not measured."""
-        if self._rates is None:
+        if self.rates is None:
             return None
         planner = Planner(
             self.hparams,
             self.config,
             self._sizes,
             free_nbytes=0,
-            rates=self._rates,
+            rates=self.rates,
             workload=workload,
         )
         return dict(planner.predicted(self.plan).predicted)

@@ -25,7 +25,8 @@ import ray.exceptions
 
 from engine import EngineConfig
 from engine.machine import usable_cores
-from jobs.engine_actor import EngineHandle, load_engine
+from jobs.engine_actor import EngineHandle
+from jobs.engine_load import load_engine
 from jobs.engine_loop import MakeEngine
 from jobs.messages import (
     ActorStarted,
@@ -67,7 +68,7 @@ class EngineKey:
 class Driver:
     """Keeps one engine actor and passes messages between it and the runner.
 
-    make_engine: loads a model with a configuration, in the actor
+    make_engine: loads the engine of a job, in the actor
     """
 
     def __init__(

@@ -21,7 +21,15 @@ from jobs.control import child_environment
 from jobs.home import HOME_VARIABLE, Home
 from jobs.isolation import LossCode, RowLoss
 from jobs.memory import num_oom_kills, private_nbytes
-from jobs.messages import ActorStarted, Command, DriverFailed, DriverReady, Event, StartJob
+from jobs.messages import (
+    ActorStarted,
+    Command,
+    DriverFailed,
+    DriverReady,
+    Event,
+    JobReady,
+    StartJob,
+)
 from jobs.processes import (
     INSTANCE_VARIABLE,
     ProcessId,
@@ -67,6 +75,7 @@ class DriverProcess:
         self._watchdog_s = watchdog_s
         self._job: StartJob | None = None
         self._num_oom_kills = 0
+        self._memory_limit_nbytes: int | None = None
         self._marker = f"{home.key}-{secrets.token_hex(8)}"
         self._temp_dir = make_temp_folder(_temp_prefix(home), os.environ)
         ours, theirs = socket.socketpair()
@@ -122,6 +131,7 @@ class DriverProcess:
     def _prepare(self, command: StartJob) -> StartJob:
         # Another model takes another actor; ActorStarted will say which it is.
         self._watched.pop(_ACTOR, None)
+        self._memory_limit_nbytes = None
         create_board(self._home.board_path)
         self._num_oom_kills = num_oom_kills()
         self._job = replace(command, board=str(self._home.board_path))
@@ -169,6 +179,8 @@ class DriverProcess:
                 self._watched[_RAY] = processes
             case ActorStarted(process=process):
                 self._watched[_ACTOR] = (process,)
+            case JobReady(record=record):
+                self._memory_limit_nbytes = record.get("memory_limit_nbytes")
         return event
 
     def _lost_process(self) -> EngineLostError | None:
@@ -187,12 +199,12 @@ class DriverProcess:
 
     def _excess_memory(self) -> EngineLostError | None:
         """More memory than the job allows the engine actor."""
-        limit = self._job and self._job.spec.engine.memory_nbytes
+        limit = self._memory_limit_nbytes
         for process in self._watched.get(_ACTOR, ()) if limit else ():
             used = private_nbytes(process.pid)
             if limit and used > limit:
                 return EngineLostError(
-                    f"the engine actor has {used:,} bytes of memory, --memory allows {limit:,}",
+                    f"the engine actor has {used:,} bytes of memory; its limit under --memory is {limit:,}",
                     "out_of_memory",
                 )
         return None

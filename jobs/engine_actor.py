@@ -8,9 +8,7 @@ from typing import Any
 
 import ray
 
-from engine import Engine, EngineConfig
 from jobs.engine_loop import EngineLoop, MakeEngine
-from jobs.memory import limit_own_memory
 from jobs.messages import Command, Event
 from jobs.processes import ProcessId
 
@@ -21,7 +19,7 @@ _EVENTS, _COMMANDS = "events", "commands"
 class EngineActor:
     """Runs an `EngineLoop` in a thread of its own; none of these methods computes anything.
 
-    make_engine: loads a model with a configuration
+    make_engine: loads the engine of a job
     """
 
     def __init__(self, make_engine: MakeEngine) -> None:
@@ -36,12 +34,6 @@ class EngineActor:
 
     def poll(self, timeout_s: float) -> list[Event]:
         return self._loop.poll(timeout_s)
-
-
-def load_engine(model: str, config: EngineConfig) -> Engine:
-    if config.memory_nbytes is not None:
-        limit_own_memory(config.memory_nbytes)
-    return Engine(model, config)
 
 
 class EngineHandle:

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from engine import Engine, EngineConfig, EngineError, Request, SamplingParams
+from engine import Engine, EngineError, Request, SamplingParams
+from jobs.achieved import achieved
 from jobs.board import Board
 from jobs.isolation import RowLoss
 from jobs.messages import (
@@ -35,20 +36,21 @@ from jobs.messages import (
 from jobs.records import JobError
 from jobs.row_clock import RowClock
 from jobs.row_source import RowSource
+from jobs.workload import sample_workload
 
 FLUSH_INTERVAL_S = 1.0
 FLUSH_ROWS = 4096
 MIN_WAITING = 64
 FILL_TIME_S = 0.1
 
-MakeEngine = Callable[[str, EngineConfig], Engine]
+MakeEngine = Callable[[StartJob], tuple[Engine, Mapping[str, Any]]]
 MakeSource = Callable[[StartJob, Engine], RowSource]
 
 
 class EngineLoop:
     """Runs jobs, one at a time, through one engine that the first of them loads.
 
-    make_engine: loads a model with a configuration
+    make_engine: loads the engine of a job, and says what to record of that
     make_source: opens a job's rows for an engine
     """
 
@@ -112,17 +114,24 @@ class EngineLoop:
         started = time.monotonic()
         self._drop_job()
         self._attempt = command.attempt
-        phases: dict[str, float] = {}
+        phases: dict[str, Any] = {}
         if self._engine is None:
-            self._engine = self._make_engine(command.spec.model, command.spec.engine)
+            self._engine, facts = self._make_engine(command)
+            phases.update(facts)
             loaded = time.monotonic()
             warm_up(self._engine)
             phases["load_s"] = round(loaded - started, 3)
             phases["compile_s"] = round(time.monotonic() - loaded, 3)
         source = self._make_source(command, self._engine)
         self._job = _RunningJob(command, self._engine, source)
-        record = {**self._engine.record(), **phases}
+        record = {**self._engine.record(), **phases, "predicted": self._predict(command)}
         self._events.put(JobReady(command.attempt, record))
+
+    def _predict(self, command: StartJob) -> dict[str, Any] | None:
+        engine = self._engine
+        if engine is None or engine.rates is None:
+            return None
+        return engine.predict(sample_workload(command, engine))
 
     def _step(self, job: _RunningJob) -> None:
         job.fill()
@@ -177,6 +186,7 @@ class _RunningJob:
         self._board = None if command.board is None else Board(command.board, command.attempt)
         self._clock = RowClock(command.spec.row_timeout_s)
         self._base = asdict(engine.totals)
+        self._sweeps_before = engine.sweeps.totals.copy()
         self._first_admission_at: float | None = None
         self._flushed_at = time.monotonic()
 
@@ -241,13 +251,22 @@ class _RunningJob:
 
     def _progress(self) -> Progress:
         totals: Mapping[str, Any] = asdict(self.engine.totals)
+        sweeps = self.engine.sweeps.totals - self._sweeps_before
+        completion_tokens = totals["completion_tokens"] - self._base["completion_tokens"]
+        rates, began_at = self.engine.rates, self._first_admission_at
         return Progress(
             rows_on_board=self.engine.num_running,
             rows_waiting=self.engine.num_waiting,
-            num_sweeps=totals["num_sweeps"] - self._base["num_sweeps"],
+            num_sweeps=sweeps.num_sweeps,
             prompt_tokens=totals["prompt_tokens"] - self._base["prompt_tokens"],
-            completion_tokens=totals["completion_tokens"] - self._base["completion_tokens"],
-            first_admission_at=self._first_admission_at,
+            completion_tokens=completion_tokens,
+            first_admission_at=began_at,
+            achieved=achieved(
+                sweeps,
+                job_s=0.0 if began_at is None else time.time() - began_at,
+                completion_tokens=completion_tokens,
+                probed_nbytes_per_s=rates.disk_nbytes_per_s if rates else None,
+            ),
         )
 
 

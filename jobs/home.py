@@ -75,6 +75,11 @@ class Home:
         return self.path / "spare"
 
     @property
+    def probes_dir(self) -> Path:
+        """What was found out about disks."""
+        return self.path / "probes"
+
+    @property
     def jobs_dir(self) -> Path:
         return self.path / "jobs"
 

@@ -172,6 +172,8 @@ class JobRun:
             "prompt_tokens": progress.prompt_tokens,
             "completion_tokens": progress.completion_tokens,
         }
+        if progress.achieved:
+            self._record["achieved"] = dict(progress.achieved)
         if self._clock() - self._recorded_at >= RECORD_INTERVAL_S:
             self.save_record()
 

@@ -83,7 +83,10 @@ class JobReady:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where the engine stands. Counts are of this attempt; first_admission_at is Unix time."""
+    """Where the engine stands. Counts are of this attempt; first_admission_at is Unix time.
+
+    achieved: as `jobs.achieved` has it
+    """
 
     rows_on_board: int
     rows_waiting: int
@@ -91,6 +94,7 @@ class Progress:
     prompt_tokens: int
     completion_tokens: int
     first_admission_at: float | None
+    achieved: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

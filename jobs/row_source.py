@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol
 
 from engine import Engine, FinishedRow, Request, RowError
 from engine.chat import ChatTemplate, PromptTemplate
@@ -16,7 +16,7 @@ from jobs.dataset import InputBatch, RecordBatch, RowReader, Schema, read_schema
 from jobs.isolation import RowLoss
 from jobs.messages import StartJob
 from jobs.prepare import RowFacts, RowPreparer, error_row
-from jobs.records import JobSpec, RowBatch, Shard
+from jobs.records import Binding, JobSpec, Manifest, RowBatch, Shard
 from jobs.results import ResultRow, build_row_batch, result_schema
 
 
@@ -69,15 +69,7 @@ class RowSource:
         spec = command.spec
         schema = read_schema(command.manifest)
         binding = bind_columns(spec, schema)
-        preparer = RowPreparer(
-            spec,
-            binding,
-            tokenizer=engine.tokenizer,
-            chat_template=_chat_template(command, engine),
-            context_length=engine.context_length,
-            prompt_template=_prompt_template(spec),
-            params_are_text=command.manifest.format == "csv",
-        )
+        preparer = make_preparer(spec, binding, command.manifest, engine, command.created_at)
         reader = RowReader(
             command.manifest,
             binding.carried,
@@ -175,18 +167,47 @@ def _input_row(first: int, batch: InputBatch, offset: int, shard: Shard) -> _Inp
     )
 
 
-def _chat_template(command: StartJob, engine: Engine) -> ChatTemplate | None:
+class TextModel(Protocol):
+    """What of an engine makes token ids out of rows."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def chat_template(self) -> ChatTemplate | None: ...
+    @property
+    def context_length(self) -> int: ...
+
+
+def make_preparer(
+    spec: JobSpec, binding: Binding, manifest: Manifest, model: TextModel, created_at: float
+) -> RowPreparer:
+    """The preparer of a job's rows. created_at: of the job, Unix seconds
+
+    Raises SpecError, TemplateError: the job cannot run on this input and model.
+    """
+    return RowPreparer(
+        spec,
+        binding,
+        tokenizer=model.tokenizer,
+        chat_template=_chat_template(spec, model, created_at),
+        context_length=model.context_length,
+        prompt_template=_prompt_template(spec),
+        params_are_text=manifest.format == "csv",
+    )
+
+
+def _chat_template(spec: JobSpec, model: TextModel, created_at: float) -> ChatTemplate | None:
     """The job's or the model's, with the date of the submit: a resume must not change prompts."""
-    own = command.spec.chat_template
-    source = own or (engine.chat_template.source if engine.chat_template else None)
+    own = spec.chat_template
+    source = own or (model.chat_template.source if model.chat_template else None)
     if source is None:
         return None
-    tokenizer = engine.tokenizer
+    tokenizer = model.tokenizer
     return ChatTemplate(
         source,
         bos_token=_token_text(tokenizer, tokenizer.bos_id),
         eos_token=_token_text(tokenizer, tokenizer.eos_id),
-        now=datetime.fromtimestamp(command.created_at),
+        now=datetime.fromtimestamp(created_at),
         defer_errors=own is None,
     )
 

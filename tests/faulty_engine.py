@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from engine import Engine, EngineConfig, FinishedRow
+from engine import Engine, FinishedRow
 from jobs.driver import main
-from jobs.memory import limit_own_memory
+from jobs.engine_load import load_engine
+from jobs.messages import StartJob
 
 KILLS, RAISES, EATS = 7, 12, 17
 HUNGRY_NBYTES = 4 << 30
@@ -34,10 +37,8 @@ class FaultyEngine(Engine):
         return super().sweep()
 
 
-def load_faulty_engine(model: str, config: EngineConfig) -> Engine:
-    if config.memory_nbytes is not None:
-        limit_own_memory(config.memory_nbytes)
-    return FaultyEngine(model, config)
+def load_faulty_engine(command: StartJob) -> tuple[Engine, Mapping[str, Any]]:
+    return load_engine(command, FaultyEngine)
 
 
 if __name__ == "__main__":

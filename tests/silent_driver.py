@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from multiprocessing.connection import Connection
 
-from jobs.messages import ActorStarted, DriverReady
+from jobs.messages import ActorStarted, DriverReady, JobReady
 from jobs.processes import ProcessId
 
 
@@ -19,6 +19,8 @@ def main() -> None:
     pipe = Connection(parser.parse_args().fd)
     pipe.send(DriverReady(0.0, ()))
     command = pipe.recv()
+    limit = {"memory_limit_nbytes": command.spec.engine.memory_nbytes}
+    pipe.send(JobReady(command.attempt, limit))
     pipe.send(ActorStarted(command.attempt, ProcessId.current()))
     while True:
         pipe.recv()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine import Engine, EngineConfig
-from jobs.engine_loop import EngineLoop
+from engine import Engine
+from jobs.engine_loop import EngineLoop, MakeEngine
 from jobs.messages import (
     AddShard,
     BatchDone,
@@ -38,7 +38,7 @@ def engine() -> Iterator[Engine]:
 class Loop:
     """An EngineLoop in its thread, and all that it has said."""
 
-    def __init__(self, make_engine: Callable[[str, EngineConfig], Engine]) -> None:
+    def __init__(self, make_engine: MakeEngine) -> None:
         self._loop = EngineLoop(make_engine)
         self.events: list[Event] = []
         self.send = self._loop.send
@@ -77,7 +77,7 @@ def row_indices(batches: list[BatchDone]) -> list[int]:
 
 
 def test_each_row_of_the_shards_comes_back_once(engine: Engine, job: Job) -> None:
-    loop = Loop(lambda model, config: engine)
+    loop = Loop(lambda command: (engine, {}))
     loop.send(start(job, 1))
     (ready,) = loop.until(JobReady)
     assert {"load_s", "compile_s", "num_threads"} <= set(ready.record)
@@ -97,7 +97,7 @@ def test_each_row_of_the_shards_comes_back_once(engine: Engine, job: Job) -> Non
 
 
 def test_shards_of_another_attempt_are_not_run(engine: Engine, job: Job) -> None:
-    loop = Loop(lambda model, config: engine)
+    loop = Loop(lambda command: (engine, {}))
     loop.send(start(job, 2))
     loop.send(AddShard(1, Shard(number=0, begin=0, end=20)))
     loop.send(AddShard(2, Shard(number=5, begin=20, end=30)))
@@ -109,7 +109,7 @@ def test_shards_of_another_attempt_are_not_run(engine: Engine, job: Job) -> None
 def test_a_job_that_ends_drops_its_rows_and_leaves_the_engine_free(
     engine: Engine, job: Job
 ) -> None:
-    loop = Loop(lambda model, config: engine)
+    loop = Loop(lambda command: (engine, {}))
     loop.send(start(job, 1))
     loop.send(AddShard(1, Shard(number=0, begin=0, end=NUM_ROWS)))
     loop.send(EndJob(1))
@@ -125,8 +125,8 @@ def test_a_job_that_ends_drops_its_rows_and_leaves_the_engine_free(
 
 
 def test_an_engine_that_does_not_load_fails_the_job(job: Job) -> None:
-    def make(model: str, config: EngineConfig) -> Engine:
-        return Engine("/nowhere/model.gguf", config)
+    def make(command: StartJob) -> tuple[Engine, dict[str, Any]]:
+        return Engine("/nowhere/model.gguf", command.spec.engine), {}
 
     loop = Loop(make)
     loop.send(start(job, 3))
@@ -139,7 +139,7 @@ def test_an_engine_that_does_not_load_fails_the_job(job: Job) -> None:
 def test_an_input_that_changed_fails_the_job_before_any_row(engine: Engine, job: Job) -> None:
     path = Path(job.spec.input)
     path.write_bytes(path.read_bytes() + b" ")
-    loop = Loop(lambda model, config: engine)
+    loop = Loop(lambda command: (engine, {}))
     loop.send(start(job, 1))
     (failed,) = loop.until(JobFailed)
     assert "in.parquet" in failed.reason

@@ -93,7 +93,7 @@ def test_more_memory_than_the_job_allows_is_a_loss(home: Home) -> None:
     with watched(home, start(memory_nbytes=1 << 20)) as (driver, _):
         error = loss(driver)
         assert error.code == "out_of_memory"
-        assert "--memory allows 1,048,576" in str(error)
+        assert "its limit under --memory is 1,048,576" in str(error)
 
 
 def test_a_death_of_the_actor_is_charged_to_rows_and_that_of_the_driver_is_not(home: Home) -> None:

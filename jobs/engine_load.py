@@ -1,0 +1,68 @@
+"""How the engine actor loads an engine: within the job's memory, by a plan made for its rows."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine import Engine
+from engine.engine import default_ops
+from engine.gguf_file import GgufFile
+from engine.hparams import check_tensors, read_hparams
+from engine.loading import reader_name
+from jobs.home import Home
+from jobs.job_plan import plan_job
+from jobs.memory import limit_own_memory, private_nbytes
+from jobs.messages import StartJob
+from jobs.workload import ModelText, sample_workload
+from nvme import open_reader
+
+# What Python, Arrow and the tokenizer take as rows come and go, stacks of threads included.
+MEMORY_MARGIN_NBYTES = 256 << 20
+
+
+def load_engine(
+    command: StartJob, make: Callable[..., Engine] = Engine
+) -> tuple[Engine, Mapping[str, Any]]:
+    """Load the engine of a job; also returns what the job's record should say of that.
+
+    make: as `Engine`
+
+    Raises EngineError, JobError, OSError: it cannot be loaded, with what to do.
+    """
+    config = command.spec.engine
+    file = GgufFile.open(command.spec.model)
+    hparams = read_hparams(file)
+    check_tensors(file, hparams)
+    # Compiling and measuring come first: what they take is not of the job's budget.
+    started = time.monotonic()
+    ops = default_ops(config.num_threads)
+    facts: dict[str, Any] = {"kernels_s": round(time.monotonic() - started, 3)}
+    cache_dir = Home.open().probes_dir
+    planned = plan_job(
+        file,
+        hparams,
+        config,
+        ops,
+        sample=lambda: sample_workload(command, ModelText.of(file, hparams, config.pre_tokenizer)),
+        cache_dir=cache_dir,
+    )
+    facts["probe_s"] = planned.probe_s
+    if config.memory_nbytes is not None:
+        allowed_nbytes = config.memory_nbytes + MEMORY_MARGIN_NBYTES
+        facts["memory_limit_nbytes"] = private_nbytes(os.getpid()) + allowed_nbytes
+        limit_own_memory(allowed_nbytes)
+    name = reader_name(config, planned.plan)
+    engine = make(
+        command.spec.model,
+        config,
+        ops=ops,
+        reader_factory=functools.partial(open_reader, name, cache_dir=cache_dir),
+        plan=planned.plan,
+        rates=planned.rates,
+        workload=planned.workload,
+    )
+    return engine, facts

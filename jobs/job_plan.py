@@ -1,0 +1,69 @@
+"""The plan of a job: its model's sizes, what the machine was measured to do, and its own rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.gguf_file import GgufFile
+from engine.hparams import Hparams
+from engine.loading import make_planner
+from engine.planner import Plan, Rates, Workload
+from engine.rates import probe_rates
+from engine.requests import EngineConfig
+from engine.weights import HEAD_TENSOR, layer_tensor_names
+from kernels.ops import Ops
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPlan:
+    """rates, workload: what the plan was made for; None where neither would change it
+
+    probe_s: seconds that measuring took
+    """
+
+    plan: Plan
+    rates: Rates | None
+    workload: Workload | None
+    probe_s: float
+
+
+def plan_job(
+    file: GgufFile,
+    hparams: Hparams,
+    config: EngineConfig,
+    ops: Ops,
+    *,
+    sample: Callable[[], Workload],
+    cache_dir: Path,
+    always_probe: bool = False,
+) -> JobPlan:
+    """The best plan for a job. A model that fits is not measured: that takes seconds.
+
+    sample: finds out what is to be done
+    cache_dir: keeps what is known of disks
+    always_probe: measure in any case, to predict
+
+    Raises MemoryBudgetError, ReadError, and what `sample` raises.
+    """
+    plan = make_planner(file, hparams, config, ops).best()
+    if not (plan.streams or always_probe):
+        return JobPlan(plan=plan, rates=None, workload=None, probe_s=0.0)
+    workload = sample()
+    started = time.monotonic()
+    # Measuring the disk drops the model from the page cache, from which it would load faster.
+    files = file.paths if plan.streams else ()
+    rates = probe_rates(ops, product_types(file, hparams), files, cache_dir)
+    probe_s = round(time.monotonic() - started, 3)
+    planner = make_planner(file, hparams, config, ops, rates=rates, workload=workload)
+    plan = planner.best() if plan.streams else planner.predicted(plan)
+    return JobPlan(plan=plan, rates=rates, workload=workload, probe_s=probe_s)
+
+
+def product_types(file: GgufFile, hparams: Hparams) -> set[str]:
+    """Types of the matrices that take part in products."""
+    names = [name for layer in range(hparams.num_layers) for name in layer_tensor_names(layer)]
+    names.append("token_embd.weight" if hparams.tied_embeddings else HEAD_TENSOR)
+    return {file.tensors[name].type_name for name in names}
