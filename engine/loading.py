@@ -118,7 +118,7 @@ def load_model(
     try:
         loader = WeightLoader(file, reader, ops, expand=plan.expand)
         weights = loader.load(hparams, residence, progress)
-        freq_factors = loader.vector_or_none("rope_freqs.weight")
+        freq_factors = loader.host_vector_or_none("rope_freqs.weight")
         stream = None
         if residence.streams:
             stream = WeightStream(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from engine.hparams import Hparams, rope_tables
 from engine.weight_stream import WeightStream
 from engine.weights import LayerMatrices, LayerVectors, Weights
@@ -22,9 +20,9 @@ def kv_shape(hparams: Hparams) -> KvShape:
 class Buffers:
     """Work buffers of a sweep of at most `max_tokens`, allocated once."""
 
-    def __init__(self, hparams: Hparams, max_tokens: int) -> None:
+    def __init__(self, hparams: Hparams, ops: Ops, max_tokens: int) -> None:
         def buffer(width: int) -> Float32:
-            return np.empty((max_tokens, width), np.float32)
+            return ops.empty(max_tokens, width)
 
         q_width = hparams.num_heads * hparams.key_length
         kv_width = hparams.num_kv_heads * (hparams.key_length + hparams.value_length)
@@ -55,7 +53,7 @@ class Model:
         self.hparams = hparams
         self.weights = weights
         self.ops = ops
-        self.buffers = Buffers(hparams, max_tokens)
+        self.buffers = Buffers(hparams, ops, max_tokens)
         self.stream = stream
         self._freq_factors = freq_factors
         self._rope = self._tables(min(1024, hparams.context_length))
@@ -72,7 +70,7 @@ class Model:
         self.ops.run(lambda worker: self._sweep(worker, plan, batch, pool, logits))
         if self.stream is not None:
             self.stream.advance()
-        return logits
+        return self.ops.get(logits)
 
     def restart_stream(self) -> None:
         """Begin to stream from the first parcel again, after a sweep that failed."""
@@ -151,7 +149,8 @@ class Model:
 
     def _tables(self, num_positions: int) -> Rope:
         cos, sin = rope_tables(self.hparams.rope, num_positions, self._freq_factors)
-        return Rope(cos=cos, sin=sin, style=self.hparams.rope.style)
+        put = self.ops.put
+        return Rope(cos=put(cos), sin=put(sin), style=self.hparams.rope.style)
 
     def _ensure_positions(self, num_positions: int) -> None:
         have = len(self._rope.cos)

@@ -115,15 +115,19 @@ class WeightLoader:
             head=embedding if tied else head,
         )
 
-    def vector_or_none(self, name: str) -> Float32 | None:
+    def host_vector_or_none(self, name: str) -> Float32 | None:
+        """A vector for the host's own use, or None where the file has none."""
+        return self._host_vector(name) if name in self._file.tensors else None
+
+    def _vector_or_none(self, name: str) -> Float32 | None:
         return self._vector(name) if name in self._file.tensors else None
 
     def _layer_vectors(self, prefix: str, hparams: Hparams) -> LayerVectors:
         return LayerVectors(
             attn_norm=self._vector(f"{prefix}.attn_norm.weight"),
             qkv_bias=self._qkv_bias(prefix) if hparams.has_qkv_bias else None,
-            q_norm=self.vector_or_none(f"{prefix}.attn_q_norm.weight"),
-            k_norm=self.vector_or_none(f"{prefix}.attn_k_norm.weight"),
+            q_norm=self._vector_or_none(f"{prefix}.attn_q_norm.weight"),
+            k_norm=self._vector_or_none(f"{prefix}.attn_k_norm.weight"),
             ffn_norm=self._vector(f"{prefix}.ffn_norm.weight"),
         )
 
@@ -135,13 +139,17 @@ class WeightLoader:
         return LayerMatrices(**matrices)
 
     def _qkv_bias(self, prefix: str) -> Float32:
-        return np.concatenate([self._vector(f"{prefix}.attn_{part}.bias") for part in "qkv"])
+        biases = [self._host_vector(f"{prefix}.attn_{part}.bias") for part in "qkv"]
+        return self._ops.put(np.concatenate(biases))
 
     def _matrix(self, *names: str, expand: bool | None = None) -> PackedMatrix:
         expand = self._expand if expand is None else expand
         return self._ops.pack(self._read(names), expand=expand)
 
     def _vector(self, name: str) -> Float32:
+        return self._ops.put(self._host_vector(name))
+
+    def _host_vector(self, name: str) -> Float32:
         (tensor,) = self._read((name,))
         return dequantize(tensor.data, tensor.type).reshape(-1)
 

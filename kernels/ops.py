@@ -171,6 +171,15 @@ class Ops(Protocol):
         Raises UnsupportedTypeError. Not called inside `run`.
         """
 
+    def empty(self, num_rows: int, width: int) -> Float32:
+        """A work buffer (num_rows, width) float32 where the operations want it; not zeroed."""
+
+    def put(self, array: Float32) -> Float32:
+        """A host array where the operations want it: norms, biases, rotary tables."""
+
+    def get(self, array: Float32) -> Float32:
+        """A result of the operations as a host array; may be a view that the next sweep reuses."""
+
     def kv_pool(self, shape: KvShape, *, num_pages: int, kv_type: KvType) -> KvPool:
         """Allocate a pool of zeroed pages."""
 

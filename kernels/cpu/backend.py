@@ -105,6 +105,15 @@ class CpuOps:
             owners=(panels,),
         )
 
+    def empty(self, num_rows: int, width: int) -> Float32:
+        return np.empty((num_rows, width), np.float32)
+
+    def put(self, array: Float32) -> Float32:
+        return array
+
+    def get(self, array: Float32) -> Float32:
+        return array
+
     def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
         per_token = shape.key_length + round_up(shape.value_length, PANEL)
         values = shape.num_layers * shape.num_kv_heads * PAGE_TOKENS * per_token
