@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import duckdb
+import polars as pl
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pytest
@@ -108,12 +110,27 @@ def test_a_row_that_is_on_board_for_too_long_is_an_error_row(world: World) -> No
     assert "--row-timeout is 0.2 s" in table["error_message"].to_pylist()[1]
 
 
+def read_with_pyarrow(folder: Path) -> list[int]:
+    table = ds.dataset(folder, format="parquet").to_table(columns=["row_index"])
+    return table["row_index"].to_pylist()
+
+
+def read_with_duckdb(folder: Path) -> list[int]:
+    query = f"SELECT row_index FROM read_parquet('{folder}/*.parquet')"
+    return [row for (row,) in duckdb.connect().execute(query).fetchall()]
+
+
+def read_with_polars(folder: Path) -> list[int]:
+    return pl.scan_parquet(folder).select("row_index").collect()["row_index"].to_list()
+
+
 class Reader(threading.Thread):
     """Reads a results folder again and again; keeps what is wrong with what it saw."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, read: Callable[[Path], list[int]]) -> None:
         super().__init__()
         self._folder = folder
+        self._read = read
         self._stop_reading = threading.Event()
         self.problems: list[str] = []
         self.counts: list[int] = []
@@ -125,13 +142,13 @@ class Reader(threading.Thread):
 
     def _look(self) -> None:
         try:
-            rows = ds.dataset(self._folder, format="parquet").to_table(columns=["row_index"])
+            rows = self._read(self._folder)
         except Exception as error:
-            self.problems.append(repr(error))
+            self.problems.append(f"{self._read.__name__}: {error!r}")
             return
-        times = Counter(rows["row_index"].to_pylist())
+        times = Counter(rows)
         self.problems += [f"row {row} is there {n} times" for row, n in times.items() if n > 1]
-        self.counts.append(rows.num_rows)
+        self.counts.append(len(rows))
 
     def finish(self) -> None:
         self._stop_reading.set()
@@ -139,13 +156,16 @@ class Reader(threading.Thread):
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[Reader]:
-    reader = Reader(folder)
-    reader.start()
+def reading(folder: Path) -> Iterator[list[Reader]]:
+    reads = (read_with_pyarrow, read_with_duckdb, read_with_polars)
+    readers = [Reader(folder, read) for read in reads]
+    for reader in readers:
+        reader.start()
     try:
-        yield reader
+        yield readers
     finally:
-        reader.finish()
+        for reader in readers:
+            reader.finish()
 
 
 def test_a_job_killed_at_60_percent_goes_on_with_the_rest(world: World) -> None:
@@ -156,7 +176,7 @@ def test_a_job_killed_at_60_percent_goes_on_with_the_rest(world: World) -> None:
     num_rows = 2000
     job = world.queue("kill", num_rows, max_tokens=24, shard_rows=100, part_nbytes=30_000)
     folder = Path(job.results_dir)
-    with reading(folder) as reader:
+    with reading(folder) as readers:
         wait_rows(world, job, num_rows * 6 // 10)
         pid = runner_status(world.home).pid
         assert pid is not None
@@ -179,9 +199,10 @@ def test_a_job_killed_at_60_percent_goes_on_with_the_rest(world: World) -> None:
     texts = dict(zip(table["row_index"].to_pylist(), table["generated_text"], strict=True))
     for row, text in zip(kept["row_index"].to_pylist(), kept["generated_text"], strict=True):
         assert texts[row] == text
-    assert reader.problems == []
-    assert reader.counts == sorted(reader.counts), "rows went away"
-    assert len(set(reader.counts)) > 2
+    for reader in readers:
+        assert reader.problems == []
+        assert reader.counts == sorted(reader.counts), "rows went away"
+        assert len(set(reader.counts)) > 2
     assert {path.suffix for path in folder.iterdir()} == {".parquet"}
 
 
