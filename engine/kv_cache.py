@@ -39,6 +39,7 @@ class KvCache:
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
         self._reserved = 0
+        self._withdrawn: list[int] = []
 
     @property
     def num_free(self) -> int:
@@ -47,8 +48,8 @@ class KvCache:
 
     @property
     def num_unreserved(self) -> int:
-        """Pages that no row on board may still claim."""
-        return self.num_pages - self._reserved
+        """Pages that no row on board may still claim, and that are in use."""
+        return self.num_pages - self._reserved - len(self._withdrawn)
 
     def references(self, page: int) -> int:
         return self._references[page]
@@ -98,6 +99,19 @@ class KvCache:
         self.truncate(row, 0)
         self._reserved -= row.max_pages
         row.max_pages = 0
+
+    def withdraw(self, num_pages: int) -> None:
+        """Take unreserved pages out of use and give their memory back."""
+        assert num_pages <= self.num_unreserved, (num_pages, self.num_unreserved)
+        pages = [self._free.pop() for _ in range(num_pages)]
+        self._withdrawn += pages
+        if self._ops is not None and self.pool is not None:
+            self._ops.kv_release(self.pool, pages)
+
+    def restore(self) -> None:
+        """Put all withdrawn pages back in use; their memory is taken when they are written."""
+        self._free += self._withdrawn
+        self._withdrawn.clear()
 
     def _own_last_page(self, row: RowKv) -> None:
         if row.num_tokens % PAGE_TOKENS == 0 or self._references[row.pages[-1]] == 1:

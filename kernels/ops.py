@@ -186,6 +186,9 @@ class Ops(Protocol):
     def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
         """Bytes of one page of such a pool over all layers."""
 
+    def kv_release(self, pool: OwnPool, pages: Sequence[int]) -> None:
+        """Give the memory of pages back where the system allows it; a later write takes it anew."""
+
     def kv_copy(self, pool: OwnPool, source: int, target: int) -> None:
         """Copy one page over all layers (copy-on-write of a shared page)."""
 

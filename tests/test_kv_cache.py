@@ -18,6 +18,10 @@ class RecordingOps:
     def __init__(self, num_pages: int) -> None:
         self.pages: list[list[object]] = [["stale"] * PAGE_TOKENS for _ in range(num_pages)]
 
+    def kv_release(self, pool: object, pages: list[int]) -> None:
+        for page in pages:
+            self.pages[page] = ["given back"] * PAGE_TOKENS
+
     def kv_copy(self, pool: object, source: int, target: int) -> None:
         self.pages[target] = list(self.pages[source])
 
@@ -37,6 +41,7 @@ class Harness:
         self.cache = KvCache(num_pages, self.ops, object())  # type: ignore[arg-type]
         self.rows: list[ModelRow] = []
         self.serial = 0
+        self.withdrawn = 0
 
     def write(self, row: ModelRow, num_tokens: int) -> None:
         begin = row.kv.num_tokens
@@ -60,13 +65,14 @@ class Harness:
             assert got == row.values
         for page in range(self.cache.num_pages):
             assert self.cache.references(page) == held.get(page, 0)
-        assert self.cache.num_free == self.cache.num_pages - len(held)
+        usable = self.cache.num_pages - self.withdrawn
+        assert self.cache.num_free == usable - len(held)
         reserved = sum(pages_for(row.max_tokens) for row in self.rows)
-        assert self.cache.num_unreserved == self.cache.num_pages - reserved
+        assert self.cache.num_unreserved == usable - reserved
 
 
 actions = st.tuples(
-    st.sampled_from(["open", "extend", "truncate", "fork", "close"]),
+    st.sampled_from(["open", "extend", "truncate", "fork", "close", "withdraw", "restore"]),
     st.integers(0, 1 << 16),
     st.integers(0, 1 << 16),
 )
@@ -79,7 +85,14 @@ def apply(harness: Harness, action: str, pick: int, size: int) -> None:
         if kv is not None:
             harness.rows.append(ModelRow(kv, max_tokens))
         return
-    if not harness.rows:
+    if action == "withdraw":
+        count = size % (harness.cache.num_unreserved + 1)
+        harness.cache.withdraw(count)
+        harness.withdrawn += count
+    elif action == "restore":
+        harness.cache.restore()
+        harness.withdrawn = 0
+    if action in ("withdraw", "restore") or not harness.rows:
         return
     row = harness.rows[pick % len(harness.rows)]
     if action == "extend":
@@ -108,6 +121,7 @@ def test_no_page_is_lost_or_shared_wrongly(
         harness.check()
     for row in list(harness.rows):
         harness.cache.close_row(row.kv)
+    harness.cache.restore()
     assert harness.cache.num_free == harness.cache.num_unreserved == num_pages
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kernels.cpu import attention, pointwise, product
 from kernels.cpu.barrier import barrier
-from kernels.cpu.buffers import zeros
+from kernels.cpu.buffers import give_back, zeros
 from kernels.cpu.jit import compile_all
 from kernels.cpu.matrix import CpuMatrix, quantised_matrix, round_up
 from kernels.cpu.plan import SweepPlan, plan_sweep, token_range
@@ -129,6 +129,12 @@ class CpuOps:
             keys=zeros((*outer, shape.key_length, PAGE_TOKENS), _KV_DTYPES[kv_type]),
             values=zeros((*outer, PAGE_TOKENS, stride), _KV_DTYPES[kv_type]),
         )
+
+    def kv_release(self, pool: CpuKvPool, pages: Sequence[int]) -> None:
+        for array in (pool.keys, pool.values):
+            for layer in array:
+                for page in pages:
+                    give_back(layer[page])
 
     def kv_copy(self, pool: CpuKvPool, source: int, target: int) -> None:
         pool.keys[:, target] = pool.keys[:, source]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 from typing import Any
 
@@ -11,6 +12,21 @@ import numpy.typing as npt
 
 HUGE_PAGE = 2 << 20
 _ALIGNMENT = 64  # bytes of a cache line and of a wide register
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_MADV_DONTNEED = 4
+
+
+def give_back(array: npt.NDArray[Any]) -> None:
+    """Return the whole pages of memory inside a contiguous view of an anonymous mapping.
+
+    They read as zeros afterwards. Views shorter than a page are left as they are.
+    """
+    first = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first:
+        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED)
 
 
 def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
