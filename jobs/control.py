@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 
 from jobs.home import HOME_VARIABLE, Home
 from jobs.processes import INSTANCE_VARIABLE, ProcessId, boot_id
+from jobs.ray_cluster import cluster_address, probe_cluster
 from jobs.records import RunnerError
 
 START_TIMEOUT_S = 20.0
@@ -105,14 +106,12 @@ def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
 def check_environment(status: RunnerStatus, environ: Mapping[str, str]) -> None:
     """Refuse a job that the running runner would run elsewhere than asked.
 
-    Raises RunnerError: a variable that jobs depend on differs; says both values.
+    Raises RunnerError: a variable that jobs depend on differs; says both values. Or no Ray
+        answers at RAY_ADDRESS.
     """
     wanted = environment_of(environ)
-    if "RAY_ADDRESS" in wanted:
-        raise RunnerError(
-            f"RAY_ADDRESS is {wanted['RAY_ADDRESS']}, but jobs run in a Ray of their own on this "
-            "machine; unset it"
-        )
+    if address := cluster_address(wanted):
+        probe_cluster(address)
     if status.environment is None:
         return
     for key in ENVIRONMENT_KEYS:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +28,7 @@ from engine.machine import usable_cores
 from jobs.engine_actor import EngineHandle
 from jobs.engine_load import load_engine
 from jobs.engine_loop import MakeEngine
+from jobs.home import HOME_VARIABLE
 from jobs.messages import (
     ActorStarted,
     AddShard,
@@ -40,11 +41,13 @@ from jobs.messages import (
     RowsFailed,
     StartJob,
 )
-from jobs.processes import INSTANCE_VARIABLE, ProcessId, kill_instance
-from jobs.records import JobError
+from jobs.processes import INSTANCE_VARIABLE, ProcessId, kill_all, kill_instance
+from jobs.ray_cluster import cluster_address, is_on_loopback, probe_cluster, refused_by_cluster
+from jobs.records import JobError, RunnerError
 
 OBJECT_STORE_NBYTES = 80 << 20  # Ray's least is 75 MiB; its default is a third of RAM
 POLL_TIMEOUT_S = 1.0
+JOIN_TIMEOUT_S = 30.0
 _CORE_PROCESSES = ("raylet", "gcs_server")
 
 log = logging.getLogger("jobs.driver")
@@ -91,12 +94,36 @@ class Driver:
                 self._relay_events()
         except Exception as error:
             log.exception("the driver ends")
+            if isinstance(error, RunnerError):
+                self._send(DriverFailed(str(error), is_final=True))
+                end_instance(1)
             engine_died = isinstance(error, ray.exceptions.RayActorError)
             self._send(DriverFailed(one_line(error), engine_died))
         end_instance(1)
 
     def _start_ray(self) -> None:
         started = time.monotonic()
+        if address := cluster_address(os.environ):
+            self._join_cluster(address)
+        else:
+            self._start_own_ray()
+        self._send(DriverReady(round(time.monotonic() - started, 3), ray_processes()))
+
+    def _join_cluster(self, address: str) -> None:
+        def give_up() -> None:
+            error = f"nothing came of it in {JOIN_TIMEOUT_S:.0f} s"
+            reason = refused_by_cluster(address, error, os.environ)
+            self._send(DriverFailed(reason, is_final=True))
+            end_instance(1)
+
+        # Ray may try for minutes.
+        timer = threading.Timer(JOIN_TIMEOUT_S, give_up)
+        timer.daemon = True
+        timer.start()
+        join_cluster(address)
+        timer.cancel()
+
+    def _start_own_ray(self) -> None:
         ray.init(
             address="local",
             num_cpus=usable_cores(),
@@ -108,7 +135,6 @@ class Driver:
             _temp_dir=str(self._temp_dir),
             _node_ip_address="127.0.0.1",
         )
-        self._send(DriverReady(round(time.monotonic() - started, 3), ray_processes()))
 
     def _send(self, event: Event) -> None:
         with self._pipe_lock:
@@ -148,6 +174,8 @@ class Driver:
                     case AddShard() | EndJob():
                         self._forward(command)
         except (EOFError, OSError):
+            # In a cluster that is not ours, nothing else would lead to the actor.
+            kill_all([self._actor.process] if self._actor else [], timeout_s=3.0)
             end_instance(0)
         except Exception as error:
             log.exception("a command failed")
@@ -156,6 +184,7 @@ class Driver:
 
     def _start_job(self, command: StartJob) -> None:
         try:
+            command = use_own_cores(command)
             key = EngineKey.of(command)
             if key != self._key:
                 self._replace_actor(command, key)
@@ -167,12 +196,8 @@ class Driver:
         self._forward(command)
 
     def _replace_actor(self, command: StartJob, key: EngineKey) -> None:
-        num_cpus = command.spec.engine.num_threads or usable_cores()
-        if num_cpus > usable_cores():
-            raise JobError(
-                f"the engine is to use {num_cpus} cores and this machine lets us use "
-                f"{usable_cores()}; lower --threads"
-            )
+        num_cpus = command.spec.engine.num_threads
+        assert num_cpus is not None
         with self._actor_changed:
             old, self._actor, self._key = self._actor, None, None
         if old is not None:
@@ -186,10 +211,45 @@ class Driver:
             self._actor.send(command)
 
 
+def use_own_cores(command: StartJob) -> StartJob:
+    """Let the engine use the cores that it reserves: those asked for, or all of this node.
+
+    Raises JobError: more are asked for than there are.
+    """
+    node_id = ray.get_runtime_context().get_node_id()
+    (node,) = [node for node in ray.nodes() if node["NodeID"] == node_id]
+    most = min(usable_cores(), int(node["Resources"].get("CPU", 0)))
+    wanted = command.spec.engine.num_threads or most
+    if not 1 <= wanted <= most:
+        raise JobError(
+            f"the engine is to use {wanted} cores and Ray lets us use {most} of this machine's "
+            f"{usable_cores()}; lower --threads"
+        )
+    engine = replace(command.spec.engine, num_threads=wanted)
+    return replace(command, spec=replace(command.spec, engine=engine))
+
+
 def _spoils_engine(event: Event) -> bool:
     if isinstance(event, RowsFailed):
         return event.loss.code == "out_of_memory"
     return isinstance(event, JobFailed)
+
+
+def join_cluster(address: str) -> None:
+    """Be a driver of a cluster that is not ours. Raises RunnerError: it does not let us."""
+    probe_cluster(address)
+    host = address.rpartition(":")[0]
+    passed_on = ("PYTHONPATH", HOME_VARIABLE, INSTANCE_VARIABLE)
+    try:
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            configure_logging=False,
+            runtime_env={"env_vars": {k: os.environ[k] for k in passed_on if k in os.environ}},
+            _node_ip_address=host if is_on_loopback(address) else None,
+        )
+    except Exception as error:
+        raise RunnerError(refused_by_cluster(address, one_line(error), os.environ)) from error
 
 
 def one_line(error: Exception) -> str:

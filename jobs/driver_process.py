@@ -33,10 +33,13 @@ from jobs.messages import (
 from jobs.processes import (
     INSTANCE_VARIABLE,
     ProcessId,
+    kill_all,
     kill_instance,
     read_leader,
     write_leader,
 )
+from jobs.ray_cluster import cluster_address, is_on_loopback
+from jobs.records import RunnerError
 from jobs.temp_folder import clear_temp_folders, make_temp_folder
 
 LAST_WORDS_CHARS = 2000
@@ -102,6 +105,19 @@ class DriverProcess:
 
     def _environment(self) -> dict[str, str]:
         inherited = child_environment()
+        if address := cluster_address(inherited):
+            loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if is_on_loopback(address) else {}
+            return (
+                inherited
+                | loopback
+                | {
+                    INSTANCE_VARIABLE: self._marker,
+                    HOME_VARIABLE: str(self._home.path),
+                    "RAY_USAGE_STATS_ENABLED": "0",
+                    # Seconds for which Ray tries to join; a wrong token is wrong at once.
+                    "RAY_NUM_REDIS_GET_RETRIES": "5",
+                }
+            )
         ours = {key: value for key, value in inherited.items() if not key.startswith("RAY_")}
         return ours | {
             INSTANCE_VARIABLE: self._marker,
@@ -148,6 +164,7 @@ class DriverProcess:
         others: file descriptors that end the wait too
 
         Raises EngineLostError: a process that the work needs is gone, or says that it is lost.
+        Raises RunnerError: it is lost, and another would be too.
         """
         events: list[Event] = []
         if self._lost is None:
@@ -164,6 +181,8 @@ class DriverProcess:
             while self._pipe in ready:
                 event = self._receive()
                 if isinstance(event, DriverFailed):
+                    if event.is_final:
+                        raise RunnerError(event.reason)
                     code = self._death_code() if event.engine_died else None
                     return EngineLostError(event.reason, code)
                 events.append(event)
@@ -204,7 +223,8 @@ class DriverProcess:
             used = private_nbytes(process.pid)
             if limit and used > limit:
                 return EngineLostError(
-                    f"the engine actor has {used:,} bytes of memory; its limit under --memory is {limit:,}",
+                    f"the engine actor has {used:,} bytes of memory; its limit under --memory is "
+                    f"{limit:,}",
                     "out_of_memory",
                 )
         return None
@@ -236,6 +256,8 @@ class DriverProcess:
     def close(self) -> None:
         """End the driver and all below it, and wait until they are gone. Idempotent."""
         self._pipe.close()
+        # In a cluster that is not ours the actor is in nobody's session that we know.
+        kill_all(self._watched.get(_ACTOR, ()))
         kill_instance(self._marker, [self._leader])
         self._child.wait()
         shutil.rmtree(self._temp_dir, ignore_errors=True)

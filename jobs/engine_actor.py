@@ -7,11 +7,15 @@ import time
 from typing import Any
 
 import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jobs.engine_loop import EngineLoop, MakeEngine
 from jobs.messages import Command, Event
 from jobs.processes import ProcessId
+from jobs.records import JobError
 
+START_TIMEOUT_S = 120.0
 # `poll` waits asleep for events, in a thread of its own; commands must not wait behind it.
 _EVENTS, _COMMANDS = "events", "commands"
 
@@ -43,6 +47,7 @@ class EngineHandle:
     make_engine: runs in the actor
 
     Raises ray.exceptions.RayActorError, also from `poll`: the actor is gone.
+    Raises JobError: others use the cores.
     """
 
     def __init__(self, num_cpus: int, make_engine: MakeEngine) -> None:
@@ -51,10 +56,21 @@ class EngineHandle:
             max_restarts=0,
             max_task_retries=0,
             concurrency_groups={_EVENTS: 1, _COMMANDS: 1},
+            scheduling_strategy=NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            ),
         )(EngineActor)
         self._actor: Any = actor_class.remote(make_engine)
         process = self._actor.process.options(concurrency_group=_COMMANDS)
-        self.process: ProcessId = ray.get(process.remote())
+        try:
+            self.process: ProcessId = ray.get(process.remote(), timeout=START_TIMEOUT_S)
+        except ray.exceptions.GetTimeoutError as error:
+            ray.kill(self._actor)
+            raise JobError(
+                f"the engine actor did not start within {START_TIMEOUT_S:.0f} s: it asks for "
+                f"{num_cpus} CPUs of this node, of all that Ray has free "
+                f"{ray.available_resources().get('CPU', 0):.0f}; lower --threads, or wait"
+            ) from error
 
     def send(self, command: Command) -> None:
         self._actor.send.options(concurrency_group=_COMMANDS).remote(command)

@@ -135,10 +135,15 @@ class RowsFailed:
 
 @dataclass(frozen=True, slots=True)
 class DriverFailed:
-    """Ray or the actor is gone or would not start. engine_died: the actor, while it had a job"""
+    """Ray or the actor is gone or would not start.
+
+    engine_died: the actor, while it had a job
+    is_final: to try again would not help
+    """
 
     reason: str
     engine_died: bool = False
+    is_final: bool = False
 
 
 Event = (
