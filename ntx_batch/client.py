@@ -20,6 +20,7 @@ from jobs import control
 from jobs.home import Home
 from jobs.records import FinishedRows, Job, JobNotFoundError, RunnerError
 from jobs.store import JobStore
+from jobs.temp_folder import space_warnings
 from ntx_batch import actions
 from ntx_batch.status import status_record
 
@@ -167,6 +168,8 @@ def submit(
     submission = read_submission(input, given)
     place = Home.open(home)
     control.check_environment(control.runner_status(place), os.environ)
+    for warning in space_warnings(os.environ):
+        say(f"warning: {warning}")
     with JobStore(place.state_path) as store:
         job = queue_job(store, submission, say)
     if job.exit_code is None:

@@ -355,7 +355,7 @@ def test_another_environment_than_the_runners_is_refused(home: Home) -> None:
         with pytest.raises(RunnerError, match=r"CUDA_VISIBLE_DEVICES is '0' here and not set"):
             check_environment(status, {"CUDA_VISIBLE_DEVICES": "0"})
         with pytest.raises(RunnerError, match="RAY_ADDRESS"):
-            check_environment(status, {"RAY_ADDRESS": "10.0.0.1:6379"})
+            check_environment(status, {"RAY_ADDRESS": "127.0.0.1:1"})
 
 
 # ---- shards ------------------------------------------------------------------------------
