@@ -213,7 +213,7 @@ class Planner:
             raise MemoryBudgetError(f"--sweep-tokens {config.sweep_tokens}: at least 1 is needed")
         if (config.kv_memory_nbytes or sizes.page_nbytes) < sizes.page_nbytes:
             raise MemoryBudgetError(
-                f"--kv-memory {config.kv_memory_nbytes:,} bytes holds no page: one page takes "
+                f"--kv-memory {config.kv_memory_nbytes:,} bytes makes no KV cache: one page takes "
                 f"{sizes.page_nbytes:,}"
             )
 
@@ -233,19 +233,21 @@ class Planner:
 
     def _ways(self) -> Iterator[_Try]:
         """Everything resident where it fits; otherwise each number of resident layers."""
+        sweeps_free = self._config.sweep_tokens is None
         sweeps = self._config.sweep_tokens or DEFAULT_SWEEP_TOKENS
         num_layers = len(self._sizes.layers)
         whole = _Try(False, num_layers, True, sweeps)
         expanded = _Try(True, num_layers, True, sweeps)
         if self._config.expand == "always":
-            yield expanded
+            smaller = [n for n in SWEEP_TOKENS_TRIED if n < sweeps] if sweeps_free else []
+            yield from (replace(expanded, sweep_tokens=n) for n in (*smaller, sweeps))
             return
         fits = self._sizes.expanded_nbytes <= self._free_nbytes // 2
         if self._config.expand == "auto" and fits and self._plan(expanded) is not None:
             yield expanded
             return
         tried: Sequence[int] = SWEEP_TOKENS_TRIED
-        if self._config.sweep_tokens or self._plan(whole) is not None:
+        if not sweeps_free or self._plan(whole) is not None:
             tried = [sweeps]
         for sweep_tokens in tried:
             yield from self._divisions(sweep_tokens)
@@ -327,13 +329,14 @@ class Planner:
     def _predict(self, plan: Plan) -> dict[str, Any]:
         """What a plan gives over the whole of the workload.
 
-        rows_on_board; sweep_used_tokens: mean tokens of a sweep
+        rows_on_board, rows_limited_by: "rows" (of the job), "kv" or "sweep"
+        sweep_used_tokens: mean tokens of a sweep
         tokens_at_balance: T*, tokens at which computing catches up with the link
         disk_s, pass_s, token_s: of one sweep: reading, a pass over the weights, products per token
         sweep_s, num_sweeps, tokens_per_s (output), job_s, limited_by
         """
         work = self._workload
-        rows = self._rows_on_board(plan)
+        rows, rows_limited_by = self._rows_on_board(plan)
         ramp = rows * work.prompt_tokens / plan.sweep_tokens
         num_sweeps = max(1.0, work.num_rows * max(1.0, work.output_tokens) / rows + ramp)
         used = work.num_rows * (work.prompt_tokens + work.output_tokens) / num_sweeps
@@ -344,6 +347,7 @@ class Planner:
         balance = max(0.0, (disk_s - pass_s) / token_s) if disk_s else 0.0
         return {
             "rows_on_board": int(rows),
+            "rows_limited_by": rows_limited_by,
             "sweep_used_tokens": round(used, 1),
             "tokens_at_balance": round(balance, 1),
             "disk_s": disk_s,
@@ -356,12 +360,18 @@ class Planner:
             "limited_by": "disk" if disk_s > pass_s + token_s * used else "compute",
         }
 
-    def _rows_on_board(self, plan: Plan) -> float:
+    def _rows_on_board(self, plan: Plan) -> tuple[float, str]:
         work = self._workload
         row_tokens = max(1.0, work.prompt_tokens + work.output_tokens)
         row_pages = pages_for(math.ceil(row_tokens))
         refilled = plan.sweep_tokens * max(1.0, work.output_tokens) / row_tokens
-        return max(1.0, min(work.num_rows, plan.kv_pages // row_pages, refilled))
+        limits = {
+            "rows": float(work.num_rows),
+            "kv": float(plan.kv_pages // row_pages),
+            "sweep": refilled,
+        }
+        name = min(limits, key=lambda name: limits[name])
+        return max(1.0, limits[name]), name
 
     def _compute_s(self, expand: bool) -> tuple[float, float]:
         """Seconds of a pass over all weights, and of the products per token."""

@@ -7,7 +7,7 @@ import inspect
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -15,10 +15,11 @@ import typer
 
 from engine import EngineError
 from jobs.records import ChangedError, JobError, JobNotFoundError, RunnerError, SpecError
-from ntx_batch import __version__, client, render
+from ntx_batch import __version__, client, render, render_plan
 from ntx_batch.options import OPTIONS
 from ntx_batch.status import input_warnings, status_record
 
+NOT_PLANNED = ("output", "key", "overwrite", "verify", "max_errors", "row_timeout", "keep")
 TABLE_ROWS = 20  # of `results` without --head
 EXIT_FAILED, EXIT_USAGE, EXIT_TIMEOUT, EXIT_INTERRUPTED = 1, 2, 124, 130
 EPILOG = (
@@ -44,10 +45,15 @@ JobId = Annotated[str, typer.Argument(help="Job id, or a unique prefix of it.", 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout.")]
 
 
-def takes_job_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command` all job options; it gets those that were used as one dict, `options`."""
+def takes_job_options(
+    command: Callable[..., None], *, without: Container[str] = ()
+) -> Callable[..., None]:
+    """Give `command` job options; it gets those that were used as one dict, `options`.
+
+    without: options that mean nothing to it
+    """
     own = inspect.signature(command, eval_str=True).parameters.values()
-    shared = [*_job_arguments(), *_job_options()]
+    shared = [p for p in (*_job_arguments(), *_job_options()) if p.name not in without]
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
@@ -162,6 +168,26 @@ def run(options: dict[str, Any]) -> None:
     # A batch system that takes the machine back says so with SIGTERM.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _wait(job, stop_on_interrupt=True)
+
+
+@app.command()
+@functools.partial(takes_job_options, without=NOT_PLANNED)
+def plan(options: dict[str, Any], as_json: AsJson = False) -> None:
+    """Predict a job without running it: memory, placement, tokens per second, hours.
+
+    It reads some rows and measures this machine for a few seconds. Answers are counted with
+    all of --max-tokens, so the time is an upper limit where rows end earlier.
+
+    Example: ntx-batch plan prompts.parquet --model model.gguf --memory 16GiB
+    """
+    try:
+        report = client.plan(**options)
+    except (JobError, EngineError) as error:
+        _fail(error, EXIT_USAGE)
+    if as_json:
+        render.print_json(report)
+    else:
+        render_plan.print_plan(report)
 
 
 @app.command()
@@ -356,6 +382,32 @@ def inspect_command(
         render.print_model(found)
     else:
         render.print_tokens(found)
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="FILE",
+            help="Measure the disk of this GGUF file, and say whether it fits.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure disk, memory and cores, and check what a job needs. Exits with 1 if a check fails.
+
+    Example: ntx-batch doctor --model model.gguf
+    """
+    report = client.doctor(model)
+    if as_json:
+        render.print_json(report)
+    else:
+        render_plan.print_checks(report)
+    raise typer.Exit(0 if report["ok"] else EXIT_FAILED)
 
 
 @runner_app.command()

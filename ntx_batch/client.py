@@ -237,6 +237,33 @@ def inspect(
     return model_info.tokenize(file, tokenize, pre_tokenizer=pre_tokenizer)
 
 
+def plan(
+    input: str | Path,
+    *,
+    model: str | Path | None = None,
+    home: str | Path | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """What `ntx-batch plan --json` prints: where memory would go, and how long the job would take.
+
+    Takes what `submit` takes; queues nothing.
+
+    Raises SpecError, DatasetError, EngineError: the job cannot run as asked.
+    """
+    from ntx_batch.planning import make_report
+    from ntx_batch.submission import read_submission
+
+    submission = read_submission(input, {"model": model, **options})
+    return make_report(submission.spec, Home.open(home))
+
+
+def doctor(model: str | Path | None = None, *, home: str | Path | None = None) -> dict[str, Any]:
+    """What `ntx-batch doctor --json` prints: checks, each with what to do, and measured rates."""
+    from ntx_batch.doctor import Doctor
+
+    return Doctor(home, model).examine()
+
+
 def start_runner(
     *,
     home: str | Path | None = None,

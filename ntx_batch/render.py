@@ -119,8 +119,39 @@ def print_status(job: Job, now: float) -> None:
             "input": job.spec.input,
             "model": job.spec.model,
             "results": job.results_dir,
+            **achieved_facts(job),
         }
     )
+
+
+def achieved_facts(job: Job) -> dict[str, str]:
+    """What the job's sweeps achieved, against what was predicted where that was."""
+    achieved, predicted = job.record.get("achieved"), job.record.get("predicted") or {}
+    if not achieved or not achieved["num_sweeps"]:
+        return {}
+    facts = {
+        "sweep": _against(achieved["sweep_s"], predicted.get("sweep_s"), "{:.3g} s"),
+        "tokens/s": _against(achieved["tokens_per_s"], predicted.get("tokens_per_s"), "{:.1f}"),
+        "job": _against(achieved["job_s"], predicted.get("job_s"), "{:.1f} s"),
+    }
+    if achieved.get("disk_nbytes_per_s"):
+        share = achieved["probe_share"]
+        facts["streamed"] = (
+            f"{nbytes_text(achieved['streamed_nbytes'])} at "
+            f"{achieved['disk_nbytes_per_s'] / 1e9:.2f} GB/s"
+            + (f", {share:.0%} of the probed rate" if share else "")
+            + f"; {job.record['read_path']}; waited {achieved['wait_s']:.1f} s for the disk"
+        )
+        facts["placement"] = (
+            f"{job.record['resident_layers']} of {job.record['layers']} layers in memory, "
+            f"{job.record['streamed_parcels']} parcels streamed"
+        )
+    return facts
+
+
+def _against(achieved: float | None, predicted: float | None, form: str) -> str:
+    text = "-" if achieved is None else form.format(achieved)
+    return text if predicted is None else f"{text}, predicted {form.format(predicted)}"
 
 
 def print_jobs(jobs: Iterable[Job], now: float) -> None:

@@ -21,6 +21,8 @@ SAMPLING_OPTIONS = tuple(f.name for f in fields(SamplingParams) if f.name != "se
 ENGINE_OPTIONS = {
     "kv_type": "kv_type",
     "memory": "memory_nbytes",
+    "ring_memory": "ring_nbytes",
+    "reader": "reader",
     "kv_memory": "kv_memory_nbytes",
     "sweep_tokens": "sweep_tokens",
     "expand": "expand",
@@ -58,6 +60,7 @@ CHOICES = {
     "device": ("auto", "cpu", "gpu"),
     "kv_type": ("f32", "f16"),
     "expand": ("auto", "never", "always"),
+    "reader": ("auto", "direct", "mmap"),
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b|)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1} | {
@@ -196,6 +199,11 @@ def _nbytes(name: str, value: Any) -> int:
     return nbytes
 
 
+def _budget(name: str, value: Any) -> int | None:
+    """Bytes; None for "auto", which is what is free."""
+    return None if value == "auto" else _nbytes(name, value)
+
+
 def _names(name: str, value: Any) -> tuple[str, ...]:
     """Column names, from a list or from "a,b"."""
     names = value.split(",") if isinstance(value, str) else value
@@ -258,7 +266,8 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "max_errors": _max_errors,
     "row_timeout": _seconds,
     "verify": _flag,
-    "memory": _nbytes,
+    "memory": _budget,
+    "ring_memory": _nbytes,
     "kv_memory": _nbytes,
     "sweep_tokens": _count,
     "threads": _count,

@@ -1,0 +1,133 @@
+"""What a job would do on this machine, found out without running it: for `ntx-batch plan`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from engine.gguf_file import GgufFile
+from engine.hparams import Hparams, read_hparams
+from engine.kv_cache import pages_for
+from engine.loading import reader_name
+from engine.machine import free_memory_nbytes
+from engine.planner import FIXED_NBYTES
+from jobs.home import Home
+from jobs.job_plan import JobPlan, plan_job
+from jobs.records import JobSpec
+from jobs.workload import ModelText, RowSample, sample_rows
+from ntx_batch.preflight import check_job
+from ntx_batch.status import plain
+
+
+def make_report(spec: JobSpec, home: Home) -> dict[str, Any]:
+    """The plan of a job and what it should give, as plain JSON values.
+
+    Reads the model's header and some rows, and measures products and, where weights stream, the
+    disk: a few seconds.
+
+    Raises SpecError, DatasetError, EngineError: the job cannot run as asked.
+    """
+    manifest = check_job(replace(spec, output=None)).manifest
+    file = GgufFile.open(spec.model)
+    hparams = read_hparams(file)
+    text = ModelText.of(file, hparams, spec.engine.pre_tokenizer)
+    sample = sample_rows(spec, manifest, text, created_at=time.time())
+    # Numba comes with it; no other command needs it.
+    from engine.engine import default_ops
+
+    ops = default_ops(spec.engine.num_threads)
+    try:
+        planned = plan_job(
+            file,
+            hparams,
+            spec.engine,
+            ops,
+            sample=lambda: sample.workload,
+            cache_dir=home.probes_dir,
+            always_probe=True,
+        )
+        return {
+            "model": _model(file, hparams),
+            "memory": _memory(spec, planned),
+            "placement": _placement(spec, planned),
+            "rows": _rows(sample),
+            "rates": _rates(ops.num_workers, planned),
+            "predicted": _predicted(planned, sample),
+        }
+    finally:
+        ops.close()
+
+
+def _model(file: GgufFile, hparams: Hparams) -> dict[str, Any]:
+    return {
+        "file": str(file.path),
+        "architecture": hparams.architecture,
+        "layers": hparams.num_layers,
+        "nbytes": sum(tensor.nbytes for tensor in file.tensors.values()),
+    }
+
+
+def _memory(spec: JobSpec, planned: JobPlan) -> dict[str, Any]:
+    """work_nbytes: buffers of a sweep and what workers and Python take beside it"""
+    plan = planned.plan
+    used = plan.weights_nbytes + plan.ring_nbytes + plan.activations_nbytes + plan.kv_nbytes
+    return {
+        "asked_nbytes": spec.engine.memory_nbytes,
+        "budget_nbytes": free_memory_nbytes(spec.engine.memory_nbytes),
+        "used_nbytes": used,
+        "weights_nbytes": plan.weights_nbytes,
+        "ring_nbytes": plan.ring_nbytes,
+        "work_nbytes": plan.activations_nbytes,
+        "work_fixed_nbytes": FIXED_NBYTES,
+        "kv_nbytes": plan.kv_nbytes,
+        "kv_pages": plan.kv_pages,
+        "kv_type": spec.engine.kv_type,
+    }
+
+
+def _placement(spec: JobSpec, planned: JobPlan) -> dict[str, Any]:
+    plan = planned.plan
+    return {
+        "expanded": plan.expand,
+        "layers": len(plan.resident),
+        "resident_layers": sum(plan.resident),
+        "head_resident": plan.head_resident,
+        "picture": plan.placement,
+        "streamed_nbytes": plan.streamed_nbytes,
+        "reader": reader_name(spec.engine, plan),
+        "sweep_tokens": plan.sweep_tokens,
+    }
+
+
+def _rows(sample: RowSample) -> dict[str, Any]:
+    return {
+        "num_rows": sample.num_rows,
+        "is_estimate": sample.is_estimate,
+        "num_sampled": sample.num_sampled,
+        "num_bad": sample.num_bad,
+        "prompt_tokens": round(sample.prompt_tokens, 1),
+        "max_output_tokens": round(sample.output_tokens, 1),
+    }
+
+
+def _rates(num_threads: int, planned: JobPlan) -> dict[str, Any]:
+    rates = planned.rates
+    assert rates is not None
+    return {
+        "num_threads": num_threads,
+        "disk_nbytes_per_s": rates.disk_nbytes_per_s if planned.plan.streams else None,
+        "values_per_s": plain(rates.values_per_s),
+        "flops_per_s": rates.flops_per_s,
+        "probe_s": planned.probe_s,
+    }
+
+
+def _predicted(planned: JobPlan, sample: RowSample) -> dict[str, Any]:
+    predicted = dict(planned.plan.predicted)
+    row_pages = pages_for(max(1, round(sample.prompt_tokens + sample.output_tokens)))
+    return {
+        **predicted,
+        "kv_rows": planned.plan.kv_pages // row_pages,
+        "hours": predicted["job_s"] / 3600,
+    }

@@ -1,0 +1,136 @@
+"""How a plan and a doctor's findings look to people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ntx_batch.render import duration, nbytes_text, out, print_facts
+
+CHECK_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+_LIMITS = {
+    "rows": "all rows of the job",
+    "kv": "as many as the KV cache holds",
+    "sweep": "as many as a sweep can refill",
+}
+PICTURE_WIDTH = 60
+
+
+def rate_text(nbytes_per_s: float | None) -> str:
+    return "-" if nbytes_per_s is None else f"{nbytes_per_s / 1e9:.2f} GB/s"
+
+
+def print_plan(report: Mapping[str, Any]) -> None:
+    """The plan of a job: where weights are, where memory goes, and what that should give."""
+    print_facts(dict(_plan_facts(report)))
+
+
+def _plan_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    model, rows = report["model"], report["rows"]
+    yield "model", f"{model['file']}: {model['layers']} layers, {nbytes_text(model['nbytes'])}"
+    yield "rows", _rows_text(rows)
+    yield from _placement_facts(report["placement"])
+    yield from _memory_facts(report["memory"], report["predicted"])
+    yield "this machine", _rates_text(report["rates"])
+    yield from _predicted_facts(report["placement"], report["predicted"])
+
+
+def _rows_text(rows: Mapping[str, Any]) -> str:
+    about = "about " if rows["is_estimate"] else ""
+    bad = f", {rows['num_bad']} of them cannot run" if rows["num_bad"] else ""
+    return (
+        f"{about}{rows['num_rows']:,}; prompts of {rows['prompt_tokens']:.0f} tokens "
+        f"({rows['num_sampled']} rows read{bad}), answers of {rows['max_output_tokens']:.0f}, the "
+        "most that they may have"
+    )
+
+
+def _placement_facts(placement: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if not placement["streamed_nbytes"]:
+        how = "as float32" if placement["expanded"] else "as in the file"
+        yield "placement", f"all weights stay in memory, {how}"
+        return
+    *layers, head = placement["picture"].replace(" ", "")
+    picture = "".join(layers)
+    lines = [picture[at : at + PICTURE_WIDTH] for at in range(0, len(picture), PICTURE_WIDTH)]
+    yield "placement", "\n".join([*lines, f"r stays in memory, s streams; the head: {head}"])
+    streamed = nbytes_text(placement["streamed_nbytes"])
+    yield "streamed", f"{streamed} in each sweep, by the {placement['reader']} reader"
+
+
+def _memory_facts(
+    memory: Mapping[str, Any], predicted: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    budget, asked = nbytes_text(memory["budget_nbytes"]), memory["asked_nbytes"]
+    if asked is None:
+        source = "nine tenths of what is free"
+    elif asked > memory["budget_nbytes"]:
+        source = f"all that is free; {nbytes_text(asked)} were asked for"
+    else:
+        source = "as asked for"
+    yield "memory", f"{nbytes_text(memory['used_nbytes'])} of {budget} ({source})"
+    yield "  weights", nbytes_text(memory["weights_nbytes"])
+    if memory["ring_nbytes"]:
+        yield "  ring", nbytes_text(memory["ring_nbytes"])
+    yield "  work buffers", nbytes_text(memory["work_nbytes"])
+    yield (
+        "  KV cache",
+        f"{nbytes_text(memory['kv_nbytes'])} in {memory['kv_type']}: {memory['kv_pages']:,} pages, "
+        f"{predicted['kv_rows']:,} rows of this job",
+    )
+
+
+def _rates_text(rates: Mapping[str, Any]) -> str:
+    passes = ", ".join(f"{rate / 1e9:.1f}e9 {n}/s" for n, rate in rates["values_per_s"].items())
+    disk = rates["disk_nbytes_per_s"]
+    return (
+        (f"disk {rate_text(disk)}; " if disk else "")
+        + f"{rates['num_threads']} threads, {rates['flops_per_s'] / 1e9:.0f} GFLOP/s; "
+        + f"a pass over weights: {passes}"
+    )
+
+
+def _predicted_facts(
+    placement: Mapping[str, Any], predicted: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    limit = _LIMITS[predicted["rows_limited_by"]]
+    yield "rows on board", f"{predicted['rows_on_board']:,}: {limit}"
+    computing = predicted["pass_s"] + predicted["token_s"] * predicted["sweep_used_tokens"]
+    yield (
+        "sweep",
+        f"{predicted['sweep_s']:.3g} s with {predicted['sweep_used_tokens']:.0f} tokens (at most "
+        f"{placement['sweep_tokens']}): computing {computing:.3g} s, disk "
+        f"{predicted['disk_s']:.3g} s",
+    )
+    if placement["streamed_nbytes"]:
+        balance = predicted["tokens_at_balance"]
+        yield "T*", f"{balance:.0f} tokens: up to so many ride along at no cost"
+    yield "speed", f"{predicted['tokens_per_s']:.1f} tokens/s generated"
+    yield "time", f"{duration(predicted['job_s'])} ({predicted['hours']:.2f} hours)"
+    yield "limited by", _limited_text(predicted)
+
+
+def _limited_text(predicted: Mapping[str, Any]) -> str:
+    if predicted["limited_by"] == "compute":
+        return "computing: faster or more cores would help, a faster disk would not"
+    if predicted["rows_limited_by"] == "kv":
+        return "the disk, and KV memory: more --memory, or --kv-type f16, brings more rows on board"
+    return "the disk: more --memory keeps more layers in it"
+
+
+def print_checks(report: Mapping[str, Any]) -> None:
+    """A doctor's findings: one line for each, and below it what to do."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in report["checks"]:
+        detail = Text(check["detail"])
+        if check["advice"]:
+            detail.append(f"\n{check['advice']}", style="bold")
+        status = Text(check["status"], style=CHECK_STYLES[check["status"]])
+        table.add_row(status, check["name"], detail)
+    out().print(table)
