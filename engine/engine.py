@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from engine.chat import ChatTemplate, chat_template_of
+from engine.drain import Drain
 from engine.gguf_file import GgufFile
 from engine.hparams import check_tensors, read_hparams
 from engine.kv_cache import KvCache, pages_for
@@ -101,6 +102,8 @@ class Engine:
             kv_shape(self.hparams), num_pages=self.plan.kv_pages, kv_type=self.config.kv_type
         )
         self._cache = KvCache(self.plan.kv_pages, self._ops, pool)
+        stream = self._model.stream
+        self._drain = Drain(self._cache, stream, pool.page_nbytes) if stream else None
         self._waiting: deque[Request] = deque()
         self._rejected: list[FinishedRow] = []
         self._running: dict[int, ActiveRow] = {}
@@ -180,6 +183,7 @@ class Engine:
     def sweep(self) -> list[FinishedRow]:
         """Admit what fits, run one pass over all layers, and return the rows that ended."""
         finished, self._rejected = self._rejected, []
+        self._divide_memory()
         self.admit()
         rows = (row.progress() for row in self._running.values())
         chunks = compose_sweep(rows, self.plan.sweep_tokens)
@@ -369,6 +373,11 @@ class Engine:
             segments=np.stack([ends - lengths, ends], axis=1),
             logit_indices=ends[wanted] - 1,
         )
+
+    def _divide_memory(self) -> None:
+        if self._drain is not None:
+            left = max((row.most_tokens_left for row in self._running.values()), default=0)
+            self._drain.before_sweep(rows_wait=bool(self._waiting), sweeps_left=left)
 
     def _leave(self, slot: int) -> None:
         row = self._running.pop(slot)

@@ -51,6 +51,11 @@ class KvCache:
         """Pages that no row on board may still claim, and that are in use."""
         return self.num_pages - self._reserved - len(self._withdrawn)
 
+    @property
+    def num_withdrawn(self) -> int:
+        """Pages out of use."""
+        return len(self._withdrawn)
+
     def references(self, page: int) -> int:
         return self._references[page]
 

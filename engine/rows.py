@@ -47,6 +47,11 @@ class ActiveRow:
     def progress(self) -> Progress:
         return Progress(slot=self.slot, known=self._known, computed=self.kv.num_tokens)
 
+    @property
+    def most_tokens_left(self) -> int:
+        """Tokens that the row may still generate."""
+        return len(self._tokens) - self._known
+
     def chunk_tokens(self, chunk: Chunk) -> np.ndarray:
         return self._tokens[chunk.begin : chunk.end]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -59,6 +59,18 @@ class _Coming:
     ticket: Any
 
 
+def read_requests(layout: SlotLayout, slot: Bytes) -> list[ReadRequest]:
+    """Reads that fill a parcel's slot."""
+    return [
+        ReadRequest(
+            file_idx=extent.file_idx,
+            offset=extent.begin,
+            out=slot[extent.slot_offset : extent.slot_offset + extent.nbytes],
+        )
+        for extent in layout.extents
+    ]
+
+
 class Streamer(Generic[T]):
     """Reads parcels ahead of their use, again and again in the same order.
 
@@ -87,7 +99,8 @@ class Streamer(Generic[T]):
         self._barrier = barrier
         self._built: dict[tuple[int, int], T] = {}
         self._coming: deque[_Coming] = deque()
-        self._next = 0  # place of the next parcel to read
+        self._order = tuple(range(len(parcels)))  # indices of the parcels that are read
+        self._next = 0  # place in the order of the next one to read
         self._in_use = False  # the oldest coming parcel is being computed on
         self._current: T | None = None
         self._read_ahead()
@@ -110,8 +123,14 @@ class Streamer(Generic[T]):
         self._let_go()
         self._read_ahead()
 
+    def leave_out(self, indices: Collection[int]) -> None:
+        """Read these parcels no more, from the next sweep on; called between two sweeps."""
+        self.restart()
+        self._order = tuple(i for i in range(len(self._parcels)) if i not in indices)
+        self._read_ahead()
+
     def restart(self) -> None:
-        """Begin again with the first parcel, after a failed sweep."""
+        """Begin again with the first parcel: after a failed sweep, or with another order."""
         for coming in self._coming:
             # The failed sweep has said what failed; here the slots must only be quiet.
             with contextlib.suppress(OSError):
@@ -149,20 +168,12 @@ class Streamer(Generic[T]):
 
     def _read_ahead(self) -> None:
         """Begin reads while the ring has room, at most MAX_READS_IN_FLIGHT parcels ahead."""
-        while len(self._coming) < MAX_READS_IN_FLIGHT:
-            parcel = self._parcels[self._next]
+        while self._order and len(self._coming) < MAX_READS_IN_FLIGHT:
+            parcel = self._parcels[self._order[self._next]]
             offset = self._ring.take(parcel.layout.nbytes)
             if offset is None:
                 break
             slot = self._buffer[offset : offset + parcel.layout.nbytes]
-            requests = [
-                ReadRequest(
-                    file_idx=extent.file_idx,
-                    offset=extent.begin,
-                    out=slot[extent.slot_offset : extent.slot_offset + extent.nbytes],
-                )
-                for extent in parcel.layout.extents
-            ]
-            ticket = self._reader.submit(requests)
+            ticket = self._reader.submit(read_requests(parcel.layout, slot))
             self._coming.append(_Coming(parcel, slot, offset, ticket))
-            self._next = (self._next + 1) % len(self._parcels)
+            self._next = (self._next + 1) % len(self._order)

@@ -10,7 +10,8 @@ import numpy as np
 from engine.extents import SlotLayout, lay_out
 from engine.gguf_file import GgufFile
 from engine.hparams import Hparams
-from engine.streamer import Bytes, Parcel, Streamer
+from engine.placement import spread
+from engine.streamer import Bytes, Parcel, Streamer, read_requests
 from engine.weights import (
     HEAD_TENSOR,
     LAYER_PARTS,
@@ -73,14 +74,52 @@ class WeightStream:
             barrier=ops.barrier,
         )
         self.totals = self._streamer.totals
+        self._kept: dict[int, LayerMatrices] = {}  # by parcel
 
     @property
     def sweep_nbytes(self) -> int:
         """Bytes that stream in each sweep."""
-        return sum(parcel.layout.nbytes for parcel in self.parcels)
+        streamed = (parcel for parcel in self.parcels if parcel.index not in self._kept)
+        return sum(parcel.layout.nbytes for parcel in streamed)
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Bytes of the largest layer that streams."""
+        return max((p.layout.nbytes for p in self.parcels if p.kind == "weights"), default=0)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that stream by plan."""
+        return len(self._layers)
+
+    @property
+    def num_kept(self) -> int:
+        """Layers that stream by plan and are kept in memory for now."""
+        return len(self._kept)
+
+    def keep(self, num_layers: int) -> None:
+        """Keep this many of the streamed layers in memory, spread evenly; 0 keeps none.
+
+        Called between two sweeps. Raises ReadError.
+        """
+        num_layers = min(num_layers, len(self._layers))
+        chosen = [i for i, stays in enumerate(spread(num_layers, len(self._layers))) if stays]
+        self._kept = {i: self._kept[i] if i in self._kept else self._read(i) for i in chosen}
+        self._streamer.leave_out(self._kept)
+
+    def _read(self, index: int) -> LayerMatrices:
+        parcel = self.parcels[index]
+        buffer = page_aligned(parcel.layout.nbytes)
+        self._reader.wait(self._reader.submit(read_requests(parcel.layout, buffer)))
+        matrices = self._build(parcel, buffer)
+        assert isinstance(matrices, LayerMatrices)
+        return matrices
 
     def layer(self, worker: int, layer: int) -> LayerMatrices:
-        matrices: LayerMatrices = self._streamer.acquire(worker, self._places[layer])
+        place = self._places[layer]
+        if place in self._kept:
+            return self._kept[place]
+        matrices: LayerMatrices = self._streamer.acquire(worker, place)
         return matrices
 
     def head(self, worker: int) -> PackedMatrix:

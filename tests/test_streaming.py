@@ -255,3 +255,39 @@ def test_golden_model_streams_with_tied_embeddings() -> None:
         plan = replace(engine.plan, resident=(False, True), ring_nbytes=1 << 20)
     with Engine(reference.model, config, plan=plan) as engine:
         assert engine.logits(reference.sequences[2].ids).tobytes() == expected
+
+
+def test_draining_job_keeps_layers_in_the_memory_of_free_pages(model: Path) -> None:
+    """More rows later take the pages back; the text never changes."""
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+
+    def run(engine: Engine, indices: Sequence[int]) -> tuple[dict[int, tuple[int, ...]], int]:
+        for index in indices:
+            ids = token_ids(40 + index)
+            engine.add(Request(row_index=index, token_ids=ids, params=params))
+        rows, most_kept = {}, 0
+        while engine.has_work:
+            rows.update({row.row_index: row.token_ids for row in engine.sweep()})
+            stream = engine._model.stream
+            most_kept = max(most_kept, stream.num_kept if stream else 0)
+        return rows, most_kept
+
+    with Engine(model, EngineConfig(kv_memory_nbytes=POOL)) as resident:
+        expected, _ = run(resident, range(6))
+    with streaming_engine(model, [False] * 6, head=False, ring_parcels=2) as engine:
+        stream = engine._model.stream
+        assert stream is not None
+        whole = stream.sweep_nbytes
+        first_rows, kept = run(engine, range(3))
+        assert kept == 6
+        assert stream.sweep_nbytes < whole
+        read_in_sweeps = stream.totals.num_parcels
+        for index in range(3, 6):
+            engine.add(Request(row_index=index, token_ids=token_ids(40 + index), params=params))
+        engine.sweep()
+        assert stream.num_kept == 0
+        assert engine._cache.num_withdrawn == 0
+        assert stream.totals.num_parcels == read_in_sweeps + 7
+        last_rows, kept = run(engine, [])
+        assert kept == 6
+    assert first_rows | last_rows == expected
