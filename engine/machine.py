@@ -27,8 +27,11 @@ def _own_cgroups(root: Path, membership: Path) -> Iterator[Path]:
         folder = folder.parent
 
 
-def _cgroup_free_nbytes(root: Path = _CGROUPS, membership: Path | None = None) -> int | None:
-    """What the tightest limit leaves; page cache that can be dropped is free."""
+def cgroup_free_nbytes(root: Path = _CGROUPS, membership: Path | None = None) -> int | None:
+    """What the tightest limit leaves, None without one; page cache is free: it can be dropped.
+
+    root: where control groups are mounted; membership: a file that names the own one
+    """
     free: list[int] = []
     for folder in _own_cgroups(root, membership or Path("/proc/self/cgroup")):
         try:
@@ -49,7 +52,7 @@ def free_memory_nbytes(limit_nbytes: int | None = None) -> int:
     limit_nbytes: what was asked for; None takes all but a reserve
     """
     available = int(psutil.virtual_memory().available)
-    limited = _cgroup_free_nbytes()
+    limited = cgroup_free_nbytes()
     if limited is not None:
         available = min(available, limited)
     if limit_nbytes is not None:

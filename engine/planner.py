@@ -27,6 +27,7 @@ SWEEP_TOKENS_TRIED = (64, 128, 256, 512, 1024, 2048)
 DEFAULT_KV_NBYTES = 8 << 30  # more rows than this holds fill no core any further
 RING_PARCELS = 4  # of the largest size: one in use, the others coming
 FIXED_NBYTES = 48 << 20  # stacks, Python objects, scratch of the workers
+AS_GOOD = 1.02  # times the shortest time: what a prediction cannot tell apart
 EXPANDED = "expanded"
 
 
@@ -218,14 +219,16 @@ class Planner:
             )
 
     def best(self) -> Plan:
-        """The plan with the shortest predicted job.
+        """The plan with the shortest predicted job; of those as good, the one that streams least.
 
         Raises MemoryBudgetError: nothing fits; says the smallest memory that does.
         """
         plans = [plan for way in self._ways() if (plan := self._plan(way)) is not None]
         if not plans:
             raise MemoryBudgetError(self._refusal())
-        return min(plans, key=lambda plan: float(plan.predicted["job_s"]))
+        enough = AS_GOOD * min(plan.predicted["job_s"] for plan in plans)
+        good = [plan for plan in plans if plan.predicted["job_s"] <= enough]
+        return min(good, key=lambda plan: (plan.streamed_nbytes, plan.predicted["job_s"]))
 
     def predicted(self, plan: Plan) -> Plan:
         """A plan made otherwise, with the predictions of these rates and this workload."""

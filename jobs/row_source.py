@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
 
-from engine import Engine, FinishedRow, Request, RowError
+from engine import FinishedRow, Request, RowError
 from engine.chat import ChatTemplate, PromptTemplate
 from engine.tokenizer import Tokenizer
 from jobs.columns import bind_columns
@@ -61,7 +61,7 @@ class RowSource:
         self._failed: dict[int, RowLoss] = {}
 
     @classmethod
-    def open(cls, command: StartJob, engine: Engine) -> RowSource:
+    def open(cls, command: StartJob, engine: TextModel) -> RowSource:
         """Open a job's input for an engine.
 
         Raises SpecError, DatasetError, TemplateError: the job cannot run on this input and model.

@@ -70,30 +70,20 @@ class Doctor:
 
     def examine(self) -> dict[str, Any]:
         """All checks and measurements, as plain JSON values; ok: none has failed."""
-        for name, look in (
-            ("state folder", self._look_at_home),
-            ("model", self._look_at_model),
-            ("packages", self._look_at_packages),
-            ("Ray", self._look_at_ray),
-            ("runner", self._look_at_runner),
-            ("temp folder", self._look_at_temp_folder),
-            ("cores", self._look_at_cores),
-            ("disk", self._measure_disk),
-            ("memory copy", self._measure_copy),
-            ("products", self._measure_products),
-        ):
-            self._try(name, look)
-        checks = [asdict(check) for check in self._checks]
-        ok = all(check["status"] != "failed" for check in checks)
-        return {"ok": ok, "checks": checks, "rates": self._rates}
+        checks = [check for name in LOOKS for check in self.look(name)]
+        ok = all(check.status != "failed" for check in checks)
+        return {"ok": ok, "checks": [asdict(check) for check in checks], "rates": self._rates}
 
-    def _try(self, name: str, look: Callable[[], None]) -> None:
+    def look(self, name: str) -> list[Check]:
+        """What one of `LOOKS` finds; "state folder" and "model" come before the others."""
+        self._checks = []
         try:
-            look()
+            LOOKS[name](self)
         except (EngineError, RunnerError, OSError) as error:
             self._add(name, "failed", str(error))
         except ImportError as error:
             self._add(name, "failed", str(error), "install ntx-batch and what it needs again")
+        return self._checks
 
     def _add(self, name: str, status: Status, detail: str, advice: str = "") -> None:
         self._checks.append(Check(name, status, detail, advice))
@@ -191,7 +181,7 @@ class Doctor:
             "refusal": rates.refusal,
             **asdict(transfer),
         }
-        self._add(*_disk_check(what, rates))
+        self._checks.append(disk_check(what, rates))
 
     @contextlib.contextmanager
     def _probed_file(self) -> Iterator[Path | None]:
@@ -250,17 +240,32 @@ class Doctor:
             ops.close()
 
 
-def _disk_check(what: str, rates: DiskRates) -> tuple[str, Status, str, str]:
+LOOKS: dict[str, Callable[[Doctor], None]] = {
+    "state folder": Doctor._look_at_home,
+    "model": Doctor._look_at_model,
+    "packages": Doctor._look_at_packages,
+    "Ray": Doctor._look_at_ray,
+    "runner": Doctor._look_at_runner,
+    "temp folder": Doctor._look_at_temp_folder,
+    "cores": Doctor._look_at_cores,
+    "disk": Doctor._measure_disk,
+    "memory copy": Doctor._measure_copy,
+    "products": Doctor._measure_products,
+}
+
+
+def disk_check(what: str, rates: DiskRates) -> Check:
+    """The check of a disk. what: whose it is"""
     name, buffered = f"disk {what}", f"{rates.buffered_bytes_per_s / 1e9:.2f} GB/s buffered"
     if rates.direct_bytes_per_s is None:
         advice = "put models that stream on a local disk that takes direct reads"
-        return name, "warning", f"{buffered}; no direct reads: {rates.refusal}", advice
+        return Check(name, "warning", f"{buffered}; no direct reads: {rates.refusal}", advice)
     reads = f"{rates.transfer.num_threads} reads of {nbytes_text(rates.transfer.chunk_nbytes)}"
     detail = (
         f"{rates.direct_bytes_per_s / 1e9:.2f} GB/s direct, {buffered}, {reads} at a time; weights "
         "that stream are read directly"
     )
-    return name, "ok", detail, ""
+    return Check(name, "ok", detail)
 
 
 def _free_nbytes(path: Path) -> int:
