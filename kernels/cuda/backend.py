@@ -1,0 +1,325 @@
+"""CudaOps: the Ops protocol on one GPU. Each operation is one or a few launches on one stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from kernels.cuda import matrix
+from kernels.cuda.matrix import CudaMatrix, DeviceArray
+from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, get_kernel
+from kernels.cuda.plan import SweepPlan, plan_sweep
+from kernels.cuda.product import Products
+from kernels.ops import (
+    PAGE_TOKENS,
+    Batch,
+    Float32,
+    HeadParams,
+    Int32,
+    KernelError,
+    KvShape,
+    KvType,
+    Rope,
+)
+from kernels.quants import BlockTensor
+
+MAX_HEAD = 256
+_KEY_STEP, _VALUE_STEP = 32, 8  # sizes of a head are padded to, or must be, multiples of these
+_KV_TYPES = {"f32": (np.float32, "float"), "f16": (np.float16, "__half")}
+_THREADS = 256
+_WARPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CudaKvPool:
+    """keys: (num_layers, num_pages, num_kv_heads, 32, key_length rounded up to 32)
+    values: (num_layers, num_pages, num_kv_heads, value_length, 32)
+    """
+
+    num_pages: int
+    kv_type: KvType
+    page_nbytes: int
+    keys: DeviceArray
+    values: DeviceArray
+
+
+class CudaOps:
+    """See `kernels.ops.Ops`. One worker, whose calls return before the GPU has done them.
+
+    device: index among the visible GPUs
+    library: whether products may use the vendor's library; see `kernels.cuda.product`
+    """
+
+    name = "cuda"
+    num_workers = 1
+
+    def __init__(self, device: int = 0, *, library: bool = True) -> None:
+        self._device = _open_device(device)
+        self._device.use()
+        self.products = Products(library=library)
+        self._partials: tuple[DeviceArray, DeviceArray] | None = None
+
+    @property
+    def device_name(self) -> str:
+        properties = cp.cuda.runtime.getDeviceProperties(self._device.id)
+        return str(properties["name"].decode())
+
+    def close(self) -> None:
+        self.products.close()
+        self._partials = None
+
+    def run(self, body: Callable[[int], None]) -> None:
+        with self._device:
+            body(0)
+
+    def pack(self, tensors: Sequence[BlockTensor], *, expand: bool) -> CudaMatrix:
+        return matrix.pack(tensors, expand=expand)
+
+    def empty(self, num_rows: int, width: int) -> Float32:
+        buffer: Float32 = cp.empty((num_rows, width), np.float32)
+        return buffer
+
+    def put(self, array: Float32) -> Float32:
+        on_device: Float32 = cp.asarray(np.ascontiguousarray(array, np.float32))
+        return on_device
+
+    def get(self, array: Float32) -> Float32:
+        on_host: Float32 = cp.asnumpy(array)
+        return on_host
+
+    def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
+        per_token = _round_up(shape.key_length, _KEY_STEP) + shape.value_length
+        values = shape.num_layers * shape.num_kv_heads * PAGE_TOKENS * per_token
+        return values * np.dtype(_KV_TYPES[kv_type][0]).itemsize
+
+    def kv_pool(self, shape: KvShape, *, num_pages: int, kv_type: KvType) -> CudaKvPool:
+        _check_heads(shape)
+        outer = (shape.num_layers, num_pages, shape.num_kv_heads)
+        stride, dtype = _round_up(shape.key_length, _KEY_STEP), _KV_TYPES[kv_type][0]
+        return CudaKvPool(
+            num_pages=num_pages,
+            kv_type=kv_type,
+            page_nbytes=self.kv_page_nbytes(shape, kv_type),
+            keys=cp.zeros((*outer, PAGE_TOKENS, stride), dtype),
+            values=cp.zeros((*outer, shape.value_length, PAGE_TOKENS), dtype),
+        )
+
+    def kv_release(self, pool: CudaKvPool, pages: Sequence[int]) -> None:
+        pass  # device memory stays with the pool
+
+    def kv_copy(self, pool: CudaKvPool, source: int, target: int) -> None:
+        pool.keys[:, target] = pool.keys[:, source]
+        pool.values[:, target] = pool.values[:, source]
+
+    def plan(self, batch: Batch, shape: KvShape, num_heads: int) -> SweepPlan:
+        return plan_sweep(batch, shape, num_heads)
+
+    # ---- inside run(body) ------------------------------------------------------------------
+
+    def barrier(self, worker: int) -> None:
+        pass  # one worker, and one stream that keeps the order of the calls
+
+    def embed(
+        self, worker: int, plan: SweepPlan, weight: CudaMatrix, token_ids: Int32, out: Float32
+    ) -> None:
+        if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < weight.num_outputs:
+            raise KernelError(
+                f"token ids from {token_ids.min()} to {token_ids.max()}, but the embedding has "
+                f"rows 0 to {weight.num_outputs - 1}"
+            )
+        matrix.gather_rows(weight, token_ids, out)
+
+    def rms_norm(
+        self, worker: int, plan: SweepPlan, x: Float32, weight: Float32, eps: float, out: Float32
+    ) -> None:
+        assert x.shape == out.shape == (plan.num_tokens, len(weight)), (x.shape, out.shape)
+        _rms_norm(x, NULL, weight, eps, out)
+
+    def matmul(
+        self,
+        worker: int,
+        plan: SweepPlan,
+        x: Float32,
+        weight: CudaMatrix,
+        out: Float32,
+        *,
+        bias: Float32 | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        assert len(x) == plan.num_tokens, (x.shape, plan.num_tokens)
+        assert bias is None or len(bias) == weight.num_outputs, (bias.shape, weight.num_outputs)
+        self._product(x, weight, out, bias, accumulate)
+
+    def _product(
+        self,
+        x: Float32,
+        weight: CudaMatrix,
+        out: Float32,
+        bias: Float32 | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        assert x.shape[1] == weight.num_inputs, (x.shape, weight.num_inputs)
+        assert out.shape == (len(x), weight.num_outputs), (out.shape, len(x), weight.num_outputs)
+        self.products.matmul(x, weight, out, bias, accumulate)
+
+    def rope_store(
+        self,
+        worker: int,
+        plan: SweepPlan,
+        qkv: Float32,
+        head: HeadParams,
+        rope: Rope,
+        batch: Batch,
+        pool: CudaKvPool,
+        layer: int,
+        q: Float32,
+    ) -> None:
+        assert len(qkv) == len(q) == plan.num_tokens, (qkv.shape, q.shape, plan.num_tokens)
+        kernel = get_kernel("pointwise.cu", f"rope_store<{_KV_TYPES[pool.kv_type][1]}>")
+        kernel(
+            (plan.num_tokens,),
+            (_THREADS,),
+            (
+                np.int32(head.num_heads),
+                np.int32(head.num_kv_heads),
+                np.int32(head.key_length),
+                np.int32(head.value_length),
+                np.int32(pool.keys.shape[4]),
+                qkv,
+                NULL if head.q_norm is None else head.q_norm,
+                NULL if head.k_norm is None else head.k_norm,
+                np.float32(head.norm_eps),
+                rope.cos,
+                rope.sin,
+                np.int32(rope.cos.shape[1]),
+                np.int32(rope.style == "halves"),
+                plan.positions,
+                plan.segments,
+                plan.pages,
+                np.int32(plan.pages.shape[1]),
+                np.int64(layer * pool.num_pages),
+                pool.keys,
+                pool.values,
+                q,
+            ),
+            shared_mem=_THREADS // 32 * head.key_length * 4,
+        )
+
+    def attention(
+        self,
+        worker: int,
+        plan: SweepPlan,
+        q: Float32,
+        head: HeadParams,
+        batch: Batch,
+        pool: CudaKvPool,
+        layer: int,
+        out: Float32,
+    ) -> None:
+        sums, stats = self._partial_buffers(plan.num_partials, head.value_length)
+        scale = np.float32(head.key_length**-0.5)
+        sizes = (np.int32(head.num_heads), np.int32(head.num_kv_heads))
+        type_name, key_stride = _KV_TYPES[pool.kv_type][1], pool.keys.shape[4]
+        name = f"attention<{type_name}, {key_stride}, {head.value_length}, 1>"
+        get_kernel("attention.cu", name)(
+            (len(plan.tasks), head.num_kv_heads),
+            (_WARPS * 32,),
+            (
+                *sizes,
+                np.int32(head.key_length),
+                scale,
+                plan.tasks,
+                plan.pages,
+                np.int32(plan.pages.shape[1]),
+                np.int64(layer * pool.num_pages),
+                q,
+                pool.keys,
+                pool.values,
+                out,
+                sums,
+                stats,
+            ),
+        )
+        if len(plan.merges):
+            get_kernel("attention.cu", "merge_partials")(
+                (len(plan.merges), head.num_kv_heads),
+                (_round_up(head.value_length, 32),),
+                (*sizes, np.int32(head.value_length), scale, plan.merges, sums, stats, out),
+            )
+
+    def _partial_buffers(
+        self, num_partials: int, value_length: int
+    ) -> tuple[DeviceArray, DeviceArray]:
+        count = max(num_partials, 1) * value_length
+        if self._partials is None or self._partials[0].size < count:
+            self._partials = None
+            self._partials = (
+                cp.empty(count, np.float32),
+                cp.empty((count // 8, 2), np.float32),
+            )
+        return self._partials
+
+    def swiglu(self, worker: int, plan: SweepPlan, gate_up: Float32, out: Float32) -> None:
+        num_tokens, ffn = out.shape
+        assert gate_up.shape == (plan.num_tokens, 2 * ffn), (gate_up.shape, out.shape)
+        get_kernel("pointwise.cu", "swiglu")(
+            (blocks_for(ffn, _THREADS), min(num_tokens, MAX_GRID_Y)),
+            (_THREADS,),
+            (np.int32(num_tokens), np.int32(ffn), gate_up, out),
+        )
+
+    def head(
+        self,
+        worker: int,
+        plan: SweepPlan,
+        x: Float32,
+        norm: Float32,
+        eps: float,
+        weight: CudaMatrix,
+        logit_indices: Int32,
+        normed: Float32,
+        logits: Float32,
+    ) -> None:
+        if len(logit_indices) == 0:
+            return
+        _rms_norm(x, cp.asarray(logit_indices), norm, eps, normed)
+        self._product(normed, weight, logits)
+
+
+def _open_device(index: int) -> Any:
+    try:
+        count = cp.cuda.runtime.getDeviceCount()
+    except cp.cuda.runtime.CUDARuntimeError as error:
+        raise KernelError(f"no GPU can be used: {error}; check the driver (nvidia-smi)") from error
+    if not 0 <= index < count:
+        raise KernelError(f"GPU {index} is not among the {count} visible; see CUDA_VISIBLE_DEVICES")
+    device = cp.cuda.Device(index)
+    if int(device.compute_capability) < 80:
+        raise KernelError(
+            f"GPU {index} has compute capability {device.compute_capability}, the kernels need 80 "
+            "(Ampere) or newer; run on the CPU"
+        )
+    return device
+
+
+def _check_heads(shape: KvShape) -> None:
+    for name, length in (("key", shape.key_length), ("value", shape.value_length)):
+        if not 0 < length <= MAX_HEAD or length % _VALUE_STEP:
+            raise KernelError(
+                f"heads have {name} length {length}; the GPU kernels take multiples of "
+                f"{_VALUE_STEP} up to {MAX_HEAD}; run the model on the CPU"
+            )
+
+
+def _rms_norm(x: Any, rows: Any, weight: Any, eps: float, out: Any) -> None:
+    get_kernel("pointwise.cu", "rms_norm")(
+        (len(out),), (_THREADS,), (np.int32(x.shape[1]), x, rows, weight, np.float32(eps), out)
+    )
+
+
+def _round_up(value: int, step: int) -> int:
+    return blocks_for(value, step) * step

@@ -1,0 +1,122 @@
+"""A packed weight on the GPU: its quantised bytes, and halves where it is expanded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from kernels.cuda.modules import blocks_for, get_kernel
+from kernels.ops import Int32, KernelError, UnsupportedTypeError
+from kernels.quants import QUANT_TYPES, BlockTensor
+
+_GROUP = 8  # values that a thread decodes
+_THREADS = 256
+
+DeviceArray = Any  # a cupy.ndarray; CuPy has no types
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPart:
+    """One tensor of a packed weight. blocks: (num_outputs, row_nbytes) uint8 on the device."""
+
+    type_name: str
+    first_output: int
+    num_outputs: int
+    blocks: DeviceArray
+
+
+@dataclass(frozen=True, slots=True)
+class CudaMatrix:
+    """parts: in order of their outputs. halves: (num_outputs, num_inputs) float16, or None."""
+
+    num_outputs: int
+    num_inputs: int
+    parts: tuple[CudaPart, ...]
+    halves: DeviceArray | None
+
+    @property
+    def nbytes(self) -> int:
+        expanded = 0 if self.halves is None else int(self.halves.nbytes)
+        return expanded + sum(int(part.blocks.nbytes) for part in self.parts)
+
+    @property
+    def layout(self) -> str:
+        return "gguf-rows" if self.halves is None else "f16-rows"
+
+
+def pack(tensors: Sequence[BlockTensor], *, expand: bool) -> CudaMatrix:
+    """Copy tensors to the device. Raises UnsupportedTypeError, KernelError."""
+    num_inputs = tensors[0].num_inputs
+    parts, first_output = [], 0
+    for tensor in tensors:
+        _check_tensor(tensor, num_inputs)
+        blocks = cp.asarray(np.ascontiguousarray(tensor.data))
+        parts.append(CudaPart(tensor.type.name, first_output, tensor.num_outputs, blocks))
+        first_output += tensor.num_outputs
+    matrix = CudaMatrix(first_output, num_inputs, tuple(parts), None)
+    if not expand:
+        return matrix
+    halves = cp.empty((first_output, num_inputs), cp.float16)
+    dequantize(matrix, 0, halves)
+    return CudaMatrix(first_output, num_inputs, matrix.parts, halves)
+
+
+def dequantize(weight: CudaMatrix, begin: int, halves: DeviceArray) -> None:
+    """Decode outputs from `begin` on into `halves`, (num_outputs, num_inputs) float16."""
+    end = begin + len(halves)
+    for part in weight.parts:
+        first = max(begin, part.first_output)
+        last = min(end, part.first_output + part.num_outputs)
+        if first < last:
+            blocks = part.blocks[first - part.first_output : last - part.first_output]
+            num_groups = (last - first) * weight.num_inputs // _GROUP
+            get_kernel("dequant.cu", f"dequantize<{part.type_name}>")(
+                (blocks_for(num_groups, _THREADS),),
+                (_THREADS,),
+                (np.int64(num_groups), blocks, halves[first - begin :]),
+            )
+
+
+def gather_rows(weight: CudaMatrix, token_ids: Int32, out: DeviceArray) -> None:
+    """out[t] = row token_ids[t] of weight, as float32."""
+    ids = cp.asarray(token_ids)
+    for part in weight.parts:
+        get_kernel("dequant.cu", f"gather_rows<{part.type_name}>")(
+            (len(ids),),
+            (128,),
+            (
+                np.int32(weight.num_inputs),
+                np.int32(part.first_output),
+                np.int32(part.num_outputs),
+                np.int64(part.blocks.shape[1]),
+                part.blocks,
+                ids,
+                out,
+            ),
+        )
+
+
+def _check_tensor(tensor: BlockTensor, num_inputs: int) -> None:
+    if QUANT_TYPES.get(tensor.type.type_id) != tensor.type:
+        raise UnsupportedTypeError(
+            f"{tensor.name}: no dequantiser for type {tensor.type.name}; "
+            "convert the model to a supported type"
+        )
+    if tensor.num_inputs != num_inputs:
+        raise KernelError(
+            f"{tensor.name} has {tensor.num_inputs} inputs, the tensors it is packed with "
+            f"{num_inputs}; pack it alone"
+        )
+    step = max(tensor.type.block_size, _GROUP)
+    if num_inputs % step:
+        raise KernelError(
+            f"{tensor.name}: {num_inputs} inputs are not a multiple of {step}, which the GPU "
+            f"kernels need for {tensor.type.name}; run the model on the CPU"
+        )
+    shape = (tensor.num_outputs, tensor.type.row_nbytes(num_inputs))
+    if tensor.data.shape != shape:
+        raise KernelError(f"{tensor.name}: bytes of shape {tensor.data.shape}, expected {shape}")

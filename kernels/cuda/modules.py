@@ -1,0 +1,52 @@
+"""Kernels from the .cu files beside this: compiled once per device, launched with typed scalars."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from kernels.ops import KernelError
+
+FOLDER = Path(__file__).parent
+NULL = np.uint64(0)  # a pointer argument that is not there
+MAX_GRID_Y = 65535
+
+
+def get_kernel(file: str, name: str) -> Any:
+    """A kernel of `file` for the current device; `name` with its template arguments, if any.
+
+    Raises KernelError with the compiler's log.
+    """
+    return _kernel(file, name, cp.cuda.Device().id)
+
+
+@functools.cache
+def _kernel(file: str, name: str, device: int) -> Any:
+    module = cp.RawModule(
+        code=_source("common.cuh") + _source(file),
+        options=("-std=c++17", f"-I{_headers()}"),
+        name_expressions=[name] if "<" in name else None,
+    )
+    try:
+        return module.get_function(name)
+    except cp.cuda.compiler.CompileException as error:
+        raise KernelError(
+            f"{file}: {name} does not compile for device {device} "
+            f"(sm_{cp.cuda.Device(device).compute_capability}):\n{error.get_message()}"
+        ) from error
+
+
+def _source(file: str) -> str:
+    return f'#line 1 "{file}"\n{(FOLDER / file).read_text()}\n'
+
+
+def _headers() -> str:
+    return str(Path(cp.cuda.get_cuda_path() or "/usr/local/cuda") / "include")
+
+
+def blocks_for(count: int, size: int) -> int:
+    return -(-count // size)

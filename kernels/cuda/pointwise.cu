@@ -1,0 +1,126 @@
+// Operations on one token at a time: norms, activations, rotary embedding, KV store, half operands.
+
+// out[i] = x[rows[i]] / sqrt(mean(x²) + eps) * weight, or x[i] where rows is null; a block per i
+extern "C" __global__ void rms_norm(int width, const float* __restrict__ x,
+                                    const int* __restrict__ rows,
+                                    const float* __restrict__ weight, float eps,
+                                    float* __restrict__ out) {
+  __shared__ float shared[32];
+  const i64 target = blockIdx.x, source = rows ? rows[target] : target;
+  const float* from = x + source * width;
+  float sum = 0.0f;
+  for (int i = threadIdx.x; i < width; i += blockDim.x) sum += from[i] * from[i];
+  const float scale = 1.0f / sqrtf(block_sum(sum, shared) / width + eps);
+  for (int i = threadIdx.x; i < width; i += blockDim.x) {
+    out[target * width + i] = from[i] * scale * weight[i];
+  }
+}
+
+// out = silu(gate) * up; gate_up: (num_tokens, 2 ffn)
+extern "C" __global__ void swiglu(int num_tokens, int ffn, const float* __restrict__ gate_up,
+                                  float* __restrict__ out) {
+  const int column = blockIdx.x * blockDim.x + threadIdx.x;
+  if (column >= ffn) return;
+  for (i64 token = blockIdx.y; token < num_tokens; token += gridDim.y) {
+    const float gate = gate_up[token * 2 * ffn + column];
+    const float up = gate_up[token * 2 * ffn + ffn + column];
+    out[token * ffn + column] = gate / (1.0f + expf(-gate)) * up;
+  }
+}
+
+// halves[t] = x[t] * 2**-exponents[t], rounded; a block per token
+extern "C" __global__ void to_halves(int width, const float* __restrict__ x,
+                                     __half* __restrict__ halves, int* __restrict__ exponents) {
+  __shared__ float shared[32];
+  const i64 token = blockIdx.x;
+  const float* from = x + token * width;
+  float most = 0.0f;
+  for (int i = threadIdx.x; i < width; i += blockDim.x) most = fmaxf(most, fabsf(from[i]));
+  const int exponent = half_exponent(block_max(most, shared));
+  const float scale = exponent_of_two(-exponent);
+  for (int i = threadIdx.x; i < width; i += blockDim.x) {
+    halves[token * width + i] = __float2half_rn(from[i] * scale);
+  }
+  if (threadIdx.x == 0) exponents[token] = exponent;
+}
+
+// out = (accumulate ? out : 0) + bias + sums * 2**exponents, columns [0, width) of rows `stride` apart
+extern "C" __global__ void finish_product(int num_tokens, int width, int stride,
+                                          const float* __restrict__ sums,
+                                          const int* __restrict__ exponents,
+                                          const float* __restrict__ bias, int accumulate,
+                                          float* __restrict__ out) {
+  const int column = blockIdx.x * blockDim.x + threadIdx.x;
+  if (column >= width) return;
+  const float offset = bias ? bias[column] : 0.0f;
+  for (i64 token = blockIdx.y; token < num_tokens; token += gridDim.y) {
+    float* target = out + token * stride + column;
+    const float start = (accumulate ? *target : 0.0f) + offset;
+    *target = start + sums[token * width + column] * exponent_of_two(exponents[token]);
+  }
+}
+
+__device__ __forceinline__ void store(float* at, float value) { *at = value; }
+
+__device__ __forceinline__ void store(__half* at, float value) {
+  // Not fminf and fmaxf alone: they would hide a NaN.
+  *at = __float2half_rn(value != value ? value : fminf(fmaxf(value, -kMostHalf), kMostHalf));
+}
+
+// One head of q or k by one warp: normalised where `norm` is given, then rotated, in `head`.
+__device__ void load_head(const float* __restrict__ from, int length,
+                          const float* __restrict__ norm, float eps,
+                          const float* __restrict__ cos, const float* __restrict__ sin, int pairs,
+                          bool halves, float* head) {
+  const int lane = threadIdx.x % kWarp;
+  float sum = 0.0f;
+  for (int i = lane; i < length; i += kWarp) sum += from[i] * from[i];
+  const float scale = norm ? 1.0f / sqrtf(warp_sum(sum) / length + eps) : 1.0f;
+  for (int i = lane; i < length; i += kWarp) head[i] = norm ? from[i] * scale * norm[i] : from[i];
+  __syncwarp();
+  for (int i = lane; i < pairs; i += kWarp) {
+    const int first = halves ? i : 2 * i, second = halves ? i + pairs : 2 * i + 1;
+    const float a = head[first], b = head[second];
+    head[first] = a * cos[i] - b * sin[i];
+    head[second] = a * sin[i] + b * cos[i];
+  }
+  __syncwarp();
+}
+
+// q into `q`, k and v into their page; a block per token, a warp per head.
+// keys: (layers, pages, kv_heads, 32, key_stride); values: (layers, pages, kv_heads, value_length, 32)
+template <typename T>
+__global__ void rope_store(int num_heads, int num_kv_heads, int key_length, int value_length,
+                           int key_stride, const float* __restrict__ qkv,
+                           const float* __restrict__ q_norm, const float* __restrict__ k_norm,
+                           float eps, const float* __restrict__ cos,
+                           const float* __restrict__ sin, int pairs, int halves,
+                           const int* __restrict__ positions, const int* __restrict__ segments,
+                           const int* __restrict__ pages, int max_pages, i64 first_page,
+                           T* __restrict__ keys, T* __restrict__ values, float* __restrict__ q) {
+  extern __shared__ float heads[];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int num_warps = blockDim.x / kWarp, num_rotated = num_heads + num_kv_heads;
+  const i64 token = blockIdx.x;
+  const int position = positions[token], slot = position % kPage;
+  const i64 page = first_page + pages[segments[token] * i64(max_pages) + position / kPage];
+  const float* from = qkv + token * (num_rotated * key_length + num_kv_heads * value_length);
+  float* head = heads + warp * key_length;
+  for (int h = warp; h < num_rotated; h += num_warps) {
+    const bool is_key = h >= num_heads;
+    load_head(from + h * key_length, key_length, is_key ? k_norm : q_norm, eps,
+              cos + i64(position) * pairs, sin + i64(position) * pairs, pairs, halves, head);
+    T* key = keys + ((page * num_kv_heads + h - num_heads) * kPage + slot) * key_stride;
+    float* query = q + token * num_heads * key_length + h * key_length;
+    for (int i = lane; i < key_length; i += kWarp) {
+      if (is_key) store(key + i, head[i]);
+      else query[i] = head[i];
+    }
+    __syncwarp();
+  }
+  const float* value = from + num_rotated * key_length;
+  T* target = values + page * num_kv_heads * value_length * kPage + slot;
+  for (int i = threadIdx.x; i < num_kv_heads * value_length; i += blockDim.x) {
+    store(target + i64(i) * kPage, value[i]);
+  }
+}

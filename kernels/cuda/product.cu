@@ -1,0 +1,60 @@
+// sums (256, num_outputs) = x (256, num_inputs) · weightᵀ, halves with float32 sums, on any device.
+// Each sum is one chain over the inputs, 16 at a time. Operands come straight from memory, 16 bytes
+// a thread; as in attention.cu, both take the inputs in the same other order.
+
+constexpr int kWarpOutputs = 32, kWarpTokens = 64;  // of one warp; 4 warps take 256 tokens
+
+__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+                                         u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint4 load(const __half* row, int at, int num_inputs, bool inside) {
+  return inside && at < num_inputs ? *reinterpret_cast<const uint4*>(row + at) : uint4{0, 0, 0, 0};
+}
+
+// A block of 4 warps: 256 tokens times 32 outputs.
+extern "C" __global__ void __launch_bounds__(128)
+    tile_product(int num_outputs, int num_inputs, const __half* __restrict__ x,
+                 const __half* __restrict__ weight, float* __restrict__ sums) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int quad = lane / 4, t = lane % 4;
+  const int first_token = warp * kWarpTokens;
+  const i64 first_output = blockIdx.x * i64(kWarpOutputs);
+  float c[kWarpTokens / 16][kWarpOutputs / 8][4] = {};
+  for (int at = t * 8; at < num_inputs + t * 8; at += 32) {
+    uint4 b[kWarpOutputs / 8];
+#pragma unroll
+    for (int n = 0; n < kWarpOutputs / 8; ++n) {
+      const i64 output = first_output + n * 8 + quad;
+      b[n] = load(weight + output * num_inputs, at, num_inputs, output < num_outputs);
+    }
+#pragma unroll
+    for (int m = 0; m < kWarpTokens / 16; ++m) {
+      const __half* row = x + i64(first_token + m * 16 + quad) * num_inputs;
+      const uint4 upper = load(row, at, num_inputs, true);
+      const uint4 lower = load(row + i64(8) * num_inputs, at, num_inputs, true);
+#pragma unroll
+      for (int n = 0; n < kWarpOutputs / 8; ++n) {
+        multiply(c[m][n], upper.x, lower.x, upper.y, lower.y, b[n].x, b[n].y);
+        multiply(c[m][n], upper.z, lower.z, upper.w, lower.w, b[n].z, b[n].w);
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < kWarpTokens / 16; ++m) {
+#pragma unroll
+    for (int n = 0; n < kWarpOutputs / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const i64 token = first_token + m * 16 + quad + i / 2 * 8;
+        const i64 output = first_output + n * 8 + t * 2 + i % 2;
+        if (output < num_outputs) sums[token * num_outputs + output] = c[m][n][i];
+      }
+    }
+  }
+}
