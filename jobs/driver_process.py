@@ -40,7 +40,7 @@ from jobs.processes import (
 )
 from jobs.ray_cluster import cluster_address, is_on_loopback
 from jobs.records import RunnerError
-from jobs.temp_folder import clear_temp_folders, make_temp_folder
+from jobs.temp_folder import RAY_FOLDER, clear_temp_folders, make_temp_folder
 
 LAST_WORDS_CHARS = 2000
 MAX_RAY_LOG_NBYTES = 4 << 20
@@ -81,13 +81,15 @@ class DriverProcess:
         self._memory_limit_nbytes: int | None = None
         self._marker = f"{home.key}-{secrets.token_hex(8)}"
         self._temp_dir = make_temp_folder(_temp_prefix(home), os.environ)
+        # Ray opens its own folder to everybody; inside ours nobody else gets that far.
+        self._ray_dir = self._temp_dir / RAY_FOLDER
         ours, theirs = socket.socketpair()
         with theirs:
             self._child = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", module),
                     *("--fd", str(theirs.fileno())),
-                    *("--temp-dir", str(self._temp_dir)),
+                    *("--temp-dir", str(self._ray_dir)),
                 ],
                 cwd="/",
                 env=self._environment(),
@@ -246,7 +248,7 @@ class DriverProcess:
     def last_words(self) -> str:
         """The end of what the engine actor wrote to its standard error, for the log."""
         texts = []
-        for path in (self._temp_dir / "session_latest" / "logs").glob("worker-*.err"):
+        for path in (self._ray_dir / "session_latest" / "logs").glob("worker-*.err"):
             with contextlib.suppress(OSError):
                 lines = path.read_text(errors="replace")[-LAST_WORDS_CHARS:].splitlines()
                 # Ray heads each file with lines like `:job_id:01000000`.

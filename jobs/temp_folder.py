@@ -12,7 +12,8 @@ from jobs.records import RunnerError
 
 TEMP_VARIABLE = "NTX_TEMP"
 # A Unix socket's path has at most 107 bytes; ours and Ray's names come after the temp folder.
-_SOCKET_NAME = "/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+RAY_FOLDER = "r"
+_SOCKET_NAME = f"/{RAY_FOLDER}/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 MAX_ROOT_LEN = 107 - len("/ntx-0123456789ab-01234567") - len(_SOCKET_NAME)
 MIN_FREE_NBYTES = 200 << 20
 MAX_USED_SHARE = 0.95

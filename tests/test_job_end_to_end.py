@@ -167,6 +167,10 @@ def test_all_sockets_are_on_loopback_and_secrets_are_private(world: World) -> No
     ]
     assert strays == []
     assert world.home.ray_token_path.stat().st_mode & 0o777 == 0o600
+    driver = next(p for p in processes if "--temp-dir" in psutil.Process(p.pid).cmdline())
+    command = psutil.Process(driver.pid).cmdline()
+    ray_folder = Path(command[command.index("--temp-dir") + 1])
+    assert ray_folder.parent.stat().st_mode & 0o777 == 0o700
     assert (world.home.path / "jobs").stat().st_mode & 0o777 == 0o700
 
 
