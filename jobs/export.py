@@ -36,13 +36,16 @@ def export_results(
     errors: failed rows only
     Returns the number of rows. The file appears when it is complete; one of that name is replaced.
 
-    Raises ResultsError: another ending, the job's own input or results folder, a part that is gone.
+    Raises ResultsError: another ending, a folder that is not there, the job's own input or
+    results folder, a part that is gone.
     """
     target = Path(path).absolute()
     writer = WRITERS.get(target.suffix.lower())
     if writer is None:
         raise ResultsError(f"{path} does not say its format: end it in {', '.join(WRITERS)}")
     _refuse_own_files(target, finished.job)
+    if not target.parent.is_dir():
+        raise ResultsError(f"{target} cannot be written: make the folder {target.parent} first")
     results = Results(finished)
     num_rows = 0
 

@@ -167,7 +167,9 @@ class RowPreparer:
             raise RowError("invalid_prompt", f"column {column} is null")
         if not isinstance(text, str):
             kind = type(text).__name__
-            raise RowError("invalid_prompt", f"column {column} holds a {kind}, not text")
+            raise RowError(
+                "invalid_prompt", f"column {column} holds a value of type {kind}, not text"
+            )
         if text == "":
             raise RowError("empty_prompt", "the prompt is an empty string")
         return text

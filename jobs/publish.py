@@ -96,7 +96,8 @@ def claim_folder(folder: str | Path, job_id: str | None = None) -> None:
     for name in sorted(os.listdir(path)) if path.exists() else []:
         if job_id is None or not (name.startswith("part-") and name.endswith(ours)):
             raise ResultsError(
-                f"results folder {path} is not empty: it has {name}; name a new folder with -o"
+                f"results folder {path} is not empty: it has {name}; name a new folder with -o, "
+                "or remove what other jobs wrote there with --overwrite"
             )
     if job_id is not None and not path.exists():
         path.mkdir(parents=True)

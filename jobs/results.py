@@ -361,10 +361,12 @@ class Results:
 
     def _open(self, part: Part) -> pq.ParquetFile:
         path = Path(self._job.results_dir) / part.name
+        why = f"; {self._job.reason}" if self._job.reason else ""
         try:
             parquet = pq.ParquetFile(path, pre_buffer=False)
+        except FileNotFoundError as error:
+            raise ResultsError(f"job {self._job.id}: results part {path} is gone{why}") from error
         except (OSError, pa.ArrowException) as error:
-            why = f"; {self._job.reason}" if self._job.reason else ""
             raise ResultsError(
                 f"job {self._job.id}: results part {path} cannot be read: {error}{why}"
             ) from error

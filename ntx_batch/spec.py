@@ -193,7 +193,10 @@ def _path(name: str, value: Any) -> str:
 
 
 def _nbytes(name: str, value: Any) -> int:
-    nbytes = parse_size(value)
+    try:
+        nbytes = parse_size(value)
+    except SpecError as error:
+        raise SpecError(f"{name}: {error}") from None
     if nbytes < 1:
         raise SpecError(f"{name} is more than 0 bytes, not {value!r}")
     return nbytes

@@ -99,6 +99,8 @@ def test_export_refuses_unknown_endings_and_the_jobs_own_files(
     """Case 37 (in part): neither the input nor a results folder is written to."""
     with pytest.raises(ResultsError, match=r"end it in \.parquet, \.jsonl, \.csv"):
         export_results(finished, tmp_path / "out.xlsx")
+    with pytest.raises(ResultsError, match=f"make the folder {tmp_path / 'none'} first"):
+        export_results(finished, tmp_path / "none" / "out.csv")
     (tmp_path / "link.parquet").symlink_to(tmp_path / "in.parquet")
     for path in (tmp_path / "in.parquet", tmp_path / "link.parquet"):
         with pytest.raises(ResultsError, match="is an input file of job"):

@@ -109,7 +109,7 @@ FAULTS = [
     ('{"x": 1e999}', "1e999 is too large a number"),
     ('{"x": ' + "9" * 5000 + "}", "line 3 is not JSON"),
     ("[" * 200_000, "line 3 is not JSON"),
-    ('{"prompt": "a"} {"prompt": "b"}', "line 3 is not JSON: Extra data"),
+    ('{"prompt": "a"} {"prompt": "b"}', "line 3 is not JSON: Extra data at column 17"),
 ]
 
 

@@ -263,7 +263,7 @@ def test_folder_is_made_and_claimed(tmp_path: Path) -> None:
     assert folder.is_dir()
     (folder / "part-00000-job1.parquet").touch()
     claim_folder(folder, "job1")
-    with pytest.raises(ResultsError, match=r"is not empty: it has part-00000-job1\.parquet"):
+    with pytest.raises(ResultsError, match=r"it has part-00000-job1\.parquet; .*--overwrite"):
         claim_folder(folder)
 
 

@@ -313,7 +313,7 @@ def test_missing_part_is_named(store: JobStore) -> None:
     finished = commit(store, job, [ok_row(0)], parts=1)
     path = Path(job.results_dir) / finished.parts[1].name
     path.unlink()
-    with pytest.raises(ResultsError, match=f"job {job.id}: results part {path} cannot be read"):
+    with pytest.raises(ResultsError, match=f"job {job.id}: results part {path} is gone"):
         read_results(finished)
 
 

@@ -91,7 +91,7 @@ def test_every_sampling_parameter_is_an_option_of_its_name() -> None:
         ({"limit": 0}, "limit is at least 1, not 0"),
         ({"limit": True}, "limit is a whole number, not True"),
         ({"seed": 2**63}, "seed is an integer of 64 bits"),
-        ({"kv_memory": "8 gallons"}, "'8 gallons' is not a size; write it like 8GiB"),
+        ({"kv_memory": "8 gallons"}, "kv_memory: '8 gallons' is not a size; write it like 8GiB"),
         ({"kv_memory": 0}, "kv_memory is more than 0 bytes"),
         ({"stop_token_ids": "2,x"}, "stop_token_ids is a list of token ids such as 2,5"),
         ({"template_kwargs": "{"}, "template_kwargs is not JSON"),

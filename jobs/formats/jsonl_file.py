@@ -56,6 +56,10 @@ def parse_line(line: bytes, place: Place) -> Record:
 def _parse_object(text: str, place: Place) -> dict[str, Any] | RowError:
     try:
         value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        # Its own text counts lines inside this one line.
+        why = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+        return RowError("invalid_row", f"line {place.line} is not JSON: {why}")
     except (ValueError, RecursionError) as error:
         return RowError("invalid_row", f"line {place.line} is not JSON: {error}")
     if isinstance(value, dict):

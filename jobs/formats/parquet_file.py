@@ -74,8 +74,9 @@ def _map_footer(path: Path) -> FooterMap | None:
 
 
 def _unreadable(path: Path, error: Exception) -> DatasetError:
+    why = str(error).rstrip(".")
     return DatasetError(
-        f"input file {path} cannot be read as Parquet: {error}; other formats are known by "
+        f"input file {path} cannot be read as Parquet: {why}; other formats are known by "
         "their endings: .jsonl, .ndjson, .csv, .tsv; compressed text must be unpacked first"
     )
 
