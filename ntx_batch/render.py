@@ -177,7 +177,9 @@ def print_jobs(jobs: Iterable[Job], now: float) -> None:
 def summary(job: Job, now: float) -> str:
     """One line about a job that is over, or no longer waited for."""
     reason = f" ({job.reason})" if job.reason else ""
-    return f"job {job.id} {job.state}{reason}: {_counts(job)}; {_speed(job, now)}"
+    text = f"job {job.id} {job.state}{reason}: {_counts(job)}"
+    speed = _speed(job, now)
+    return text if speed is None else f"{text}; {speed}"
 
 
 def _counts(job: Job) -> str:
@@ -186,14 +188,15 @@ def _counts(job: Job) -> str:
     return f"{text}, {job.num_cancelled} cancelled" if job.num_cancelled else text
 
 
-def _speed(job: Job, now: float) -> str:
+def _speed(job: Job, now: float) -> str | None:
+    """Rates of a job, or what comes before there are any; None where none will come."""
     rates = rates_of(job, now)
     if rates.tokens_per_s is not None and rates.prompt_tokens_per_s is not None:
         generated, read = rates.tokens_per_s, rates.prompt_tokens_per_s
         return f"{generated:.1f} tokens/s generated, {read:.1f} read"
-    if job.state == "running" and "first_admission_at" not in job.record:
-        return "the engine starts (the first time on a machine, it compiles its kernels)"
-    return "no rows finished yet"
+    if job.state == "running":
+        return "the engine gets ready (for a first job it compiles its kernels, about a minute)"
+    return None if job.exit_code is not None else "not begun"
 
 
 # ---- progress --------------------------------------------------------------------------------
@@ -246,7 +249,9 @@ def _show_lines(snapshots: Iterable[Job]) -> Iterator[Job]:
 
 
 def _progress_text(job: Job, now: float) -> str:
-    return f"{_counts(job)}; {_speed(job, now)}; ETA {duration(rates_of(job, now).eta_s)}"
+    eta_s = rates_of(job, now).eta_s
+    parts = [_counts(job), _speed(job, now), None if eta_s is None else f"ETA {duration(eta_s)}"]
+    return "; ".join(part for part in parts if part is not None)
 
 
 # ---- results ---------------------------------------------------------------------------------
@@ -271,7 +276,10 @@ def print_results(
         shown = [own["row_index"], *(values[name] for name in carried)]
         shown += [own[name] for name in ours] if errors else _outcome(own)
         table.add_row(*map(_cell, shown))
-    out().print(table)
+    if table.row_count:
+        out().print(table)
+    else:
+        note("no failed rows so far" if errors else "no rows finished so far")
 
 
 def _outcome(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,0 +1,45 @@
+"""What people read about a job: its last line, its progress, a table without rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jobs.records import Job
+from jobs.store import JobStore
+from ntx_batch import render
+from tests.job_factories import make_job
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    with JobStore(tmp_path / "state.sqlite") as store:
+        return replace(make_job(store), total=2)
+
+
+def test_a_job_that_is_over_without_rows_has_no_speed(job: Job) -> None:
+    cancelled = replace(job, state="cancelled")
+    assert render.summary(cancelled, 0.0) == (
+        f"job {job.id} cancelled: 0 ok, 0 failed of 2, 2 cancelled"
+    )
+
+
+def test_progress_tells_waiting_from_getting_ready(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = replace(job, state="running")
+    assert list(render.show_progress([job, running])) == [job, running]
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"{job.id} queued: 0 ok, 0 failed of 2; not begun"
+    assert "the engine gets ready" in second
+
+
+@pytest.mark.parametrize(("errors", "text"), [(True, "no failed rows"), (False, "no rows")])
+def test_a_table_without_rows_is_a_note(
+    errors: bool, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    render.print_results(["id", "row_index"], [], prefix="", errors=errors)
+    printed = capsys.readouterr()
+    assert printed.out == "" and text in printed.err
