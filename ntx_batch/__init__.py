@@ -1,5 +1,6 @@
 """ntx-batch: run a dataset of prompts through a GGUF model and lose no row."""
 
+from engine import EngineError
 from jobs.records import (
     ChangedError,
     DatasetError,
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ChangedError",
     "DatasetError",
+    "EngineError",
     "Job",
     "JobError",
     "JobHandle",
