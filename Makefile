@@ -20,6 +20,7 @@ help:
 # The stamps keep pip from running again until pyproject.toml changes.
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV), 700 MB; this takes a minute"
 	$(PIP) install --no-compile -e .
 	@touch $@
 

