@@ -132,7 +132,7 @@ def achieved_facts(job: Job) -> dict[str, str]:
     facts = {
         "sweep": _against(achieved["sweep_s"], predicted.get("sweep_s"), "{:.3g} s"),
         "tokens/s": _against(achieved["tokens_per_s"], predicted.get("tokens_per_s"), "{:.1f}"),
-        "job": _against(achieved["job_s"], predicted.get("job_s"), "{:.1f} s"),
+        "computing": _against(achieved["job_s"], predicted.get("job_s"), "{:.1f} s"),
     }
     if achieved.get("disk_nbytes_per_s"):
         share = achieved["probe_share"]

@@ -36,6 +36,16 @@ def test_progress_tells_waiting_from_getting_ready(
     assert "the engine gets ready" in second
 
 
+def test_status_names_the_job_beside_what_it_achieved(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    achieved = {"num_sweeps": 3, "sweep_s": 0.5, "tokens_per_s": 8.0, "job_s": 6.2}
+    render.print_status(replace(job, state="completed", record={"achieved": achieved}), 0.0)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["job", job.id] in lines
+    assert ["computing", "6.2", "s"] in lines
+
+
 @pytest.mark.parametrize(("errors", "text"), [(True, "no failed rows"), (False, "no rows")])
 def test_a_table_without_rows_is_a_note(
     errors: bool, text: str, capsys: pytest.CaptureFixture[str]
