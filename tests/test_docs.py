@@ -87,11 +87,11 @@ def test_links_and_paths_in_the_pages_exist(page: Path) -> None:
 
 def test_how_to_lists_the_result_columns_in_order() -> None:
     text = (ROOT / "docs" / "how-to.md").read_text()
-    paragraph = text.split("Columns, after those carried from the input:")[1].split("If an input")[
-        0
+    table = text.split("| column | what it holds |\n")[1].split("\n\n")[0]
+    names = [
+        name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
     ]
-    named = [name for name in re.findall(r"`(\w+)`", paragraph) if name in RESULT_COLUMNS]
-    assert tuple(named) == RESULT_COLUMNS
+    assert tuple(names) == RESULT_COLUMNS
 
 
 def test_every_dependency_has_its_reason() -> None:
