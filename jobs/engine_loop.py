@@ -189,6 +189,7 @@ class _RunningJob:
         self._sweeps_before = engine.sweeps.totals.copy()
         self._first_admission_at: float | None = None
         self._flushed_at = time.monotonic()
+        self._sweeps_told = engine.sweeps.totals.num_sweeps
 
     @property
     def is_idle(self) -> bool:
@@ -237,15 +238,19 @@ class _RunningJob:
             self._board.close()
 
     def is_flush_due(self) -> bool:
-        """Once a second, or when much has come together; at once when the engine runs dry."""
-        if not self.source.has_news:
-            return False
-        dry = not (self.engine.has_work or self.source.has_unread)
+        """Once a second, or when much has come together; at once when the engine runs dry.
+
+        Sweeps without a finished row are news too: those of a large model take long.
+        """
         late = time.monotonic() - self._flushed_at >= FLUSH_INTERVAL_S
+        if not self.source.has_news:
+            return late and self.engine.sweeps.totals.num_sweeps > self._sweeps_told
+        dry = not (self.engine.has_work or self.source.has_unread)
         return dry or late or self.source.num_finished >= FLUSH_ROWS
 
     def flush(self) -> BatchDone:
         self._flushed_at = time.monotonic()
+        self._sweeps_told = self.engine.sweeps.totals.num_sweeps
         batch, shards = self.source.take_finished()
         return BatchDone(self.attempt, batch, shards, self._progress())
 

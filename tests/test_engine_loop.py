@@ -96,6 +96,21 @@ def test_each_row_of_the_shards_comes_back_once(engine: Engine, job: Job) -> Non
     assert last.progress.first_admission_at is not None
 
 
+def test_sweeps_are_told_before_any_row_is_finished(
+    engine: Engine, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.engine_loop.FLUSH_INTERVAL_S", 0.0)
+    loop = Loop(lambda command: (engine, {}))
+    loop.send(start(job, 1))
+    loop.send(AddShard(1, Shard(number=0, begin=0, end=5)))
+    first, *_, last = loop.until_shards(1)
+    assert first.batch is None
+    assert first.progress.num_sweeps == 1
+    assert first.progress.achieved["num_sweeps"] == 1
+    assert last.progress.achieved["tokens_per_s"] > 0
+    assert "predicted" in loop.until(JobReady)[0].record
+
+
 def test_shards_of_another_attempt_are_not_run(engine: Engine, job: Job) -> None:
     loop = Loop(lambda command: (engine, {}))
     loop.send(start(job, 2))
