@@ -107,19 +107,23 @@ def test_products_of_any_magnitude_stay_finite(ops: Any) -> None:
     unit = matmul(ops, x, weight)
     assert np.isfinite(out).all()
     error = np.abs(out - unit.astype(np.float64) * scales[:, None])
-    assert (error <= 2e-2 * scales[:, None]).all()
+    assert (error <= 6e-2 * scales[:, None]).all()
 
 
-def test_a_product_depends_on_its_token_alone(ops: Any) -> None:
+@pytest.mark.parametrize("num_outputs", [256, 777])
+def test_a_product_depends_on_its_token_alone(ops: Any, num_outputs: int) -> None:
+    """Case 21: alone, in one tile, in four at once, and with magnitudes that need a scale."""
     rng = np.random.default_rng(5)
-    x = rng.standard_normal((700, 1024), dtype=np.float32)
-    weight = ops.pack([random_tensor(rng, "Q4_K", 777, 1024)], expand=False)
-    expanded = ops.pack([random_tensor(np.random.default_rng(5), "Q4_K", 1, 1024)], expand=True)
+    x = rng.standard_normal((1300, 1024), dtype=np.float32)
+    x[::3] *= 1e6
+    tensor = random_tensor(rng, "Q4_K", num_outputs, 1024)
+    weight, expanded = (ops.pack([tensor], expand=expand) for expand in (False, True))
     assert expanded.layout == "f16-rows" and weight.layout == "gguf-rows"
     together = matmul(ops, x, weight)
-    order = rng.permutation(700)
+    assert matmul(ops, x, expanded).tobytes() == together.tobytes()
+    order = rng.permutation(len(x))
     assert matmul(ops, x[order], weight).tobytes() == together[order].tobytes()
-    for token in (0, 1, 255, 256, 699):
+    for token in (0, 1, 255, 256, 1023, 1024, 1299):
         alone = matmul(ops, x[token : token + 1], weight)
         assert alone.tobytes() == together[token : token + 1].tobytes(), token
 

@@ -36,12 +36,23 @@ extern "C" __global__ void to_halves(int width, const float* __restrict__ x,
   const float* from = x + token * width;
   float most = 0.0f;
   for (int i = threadIdx.x; i < width; i += blockDim.x) most = fmaxf(most, fabsf(from[i]));
-  const int exponent = half_exponent(block_max(most, shared));
+  most = block_max(most, shared);
+  const int exponent = most >= 1.0f / 64 && most < 32768.0f ? 0 : half_exponent(most);
   const float scale = exponent_of_two(-exponent);
   for (int i = threadIdx.x; i < width; i += blockDim.x) {
     halves[token * width + i] = __float2half_rn(from[i] * scale);
   }
   if (threadIdx.x == 0) exponents[token] = exponent;
+}
+
+// out[t] *= 2**exponents[t]
+extern "C" __global__ void rescale(int num_tokens, int width, const int* __restrict__ exponents,
+                                   float* __restrict__ out) {
+  for (i64 token = blockIdx.x; token < num_tokens; token += gridDim.x) {
+    if (exponents[token] == 0) continue;
+    const float scale = exponent_of_two(exponents[token]);
+    for (int i = threadIdx.x; i < width; i += blockDim.x) out[token * width + i] *= scale;
+  }
 }
 
 // out = (accumulate ? out : 0) + bias + sums * 2**exponents, columns [0, width) of rows `stride` apart

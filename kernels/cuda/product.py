@@ -2,15 +2,17 @@
 
     out = (out) + bias + 2**e · (halves of x·2**-e) · weightᵀ        summed in float32
 
-A token's exponent e brings its largest input near the top of what halves hold, so nothing
-overflows. A product of a weight always has the same shape and goes by the same algorithm, whatever
-the number of tokens; that a token's place in the tile does not matter either is checked once for
-each shape, on random data, and where the library fails it a kernel of our own takes over.
+A token whose largest input is not well inside what halves hold has an exponent e that brings it
+near their top, so nothing overflows. A product of a weight always has the same shape and goes by
+the same algorithm, whatever the number of tokens; that a token's place in the tile does not matter
+either is checked once for each shape, on random data, and where the library fails it a kernel of
+our own takes over. Four tiles go together where that, too, gives the bytes of four tiles.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 import cupy as cp
@@ -22,7 +24,9 @@ from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, get_kernel
 from kernels.ops import KernelError
 
 TILE_TOKENS = 256
+WIDE_TOKENS = 4 * TILE_TOKENS
 SLAB_NBYTES = 1 << 30  # halves of a weight that are decoded at once
+ALIGNMENT = 512  # of what CuPy allocates
 _THREADS = 256
 _CUDA_R_16F, _CUDA_R_32F, _COMPUTE_32F, _DEFAULT_ALGORITHM = 2, 0, 68, -1
 
@@ -37,6 +41,7 @@ class Products:
         self._handle = cublas.create() if library else None
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         self._by_library: dict[tuple[int, int], bool] = {}
+        self._is_wide: dict[tuple[int, int], bool] = {}
         self._scratch: dict[str, DeviceArray] = {}
 
     def close(self) -> None:
@@ -45,9 +50,15 @@ class Products:
             cublas.destroy(self._handle)
             self._handle = None
 
-    def paths(self) -> dict[tuple[int, int], str]:
-        """What served each shape (num_outputs, num_inputs) so far."""
-        return {shape: "library" if by else "own" for shape, by in self._by_library.items()}
+    def paths(self) -> dict[tuple[int, int], tuple[str, int]]:
+        """What served each shape (num_outputs, num_inputs) so far, and its most tokens at once."""
+        return {
+            shape: (
+                "library" if by_library else "own",
+                WIDE_TOKENS if self._is_wide.get(shape) else TILE_TOKENS,
+            )
+            for shape, by_library in self._by_library.items()
+        }
 
     def matmul(
         self,
@@ -66,11 +77,27 @@ class Products:
         for begin in range(0, weight.num_outputs, slab):
             end = min(begin + slab, weight.num_outputs)
             outputs = self._outputs(weight, begin, end)
-            for first in range(0, num_tokens, TILE_TOKENS):
-                tokens = slice(first, min(first + TILE_TOKENS, num_tokens))
-                sums = self._tile(halves[first : first + TILE_TOKENS], outputs)
-                part_bias = None if bias is None else bias[begin:end]
-                _finish(sums, exponents[tokens], part_bias, accumulate, out[tokens], begin)
+            part_bias = None if bias is None else bias[begin:end]
+            in_place = bias is None and not accumulate and len(outputs) == weight.num_outputs
+            for first, count in self._chunks(num_tokens, outputs.shape):
+                tokens = slice(first, min(first + count, num_tokens))
+                operand, target = halves[first : first + count], out[tokens]
+                if in_place and _may_hold_sums(target, count):
+                    self._multiply(operand, outputs, target)
+                    _rescale(target, exponents[tokens])
+                else:
+                    sums = self._buffer("sums", (count, len(outputs)), cp.float32)
+                    self._multiply(operand, outputs, sums)
+                    _finish(sums, exponents[tokens], part_bias, accumulate, target, begin)
+
+    def _chunks(self, num_tokens: int, shape: tuple[int, int]) -> Iterator[tuple[int, int]]:
+        """(first token, tokens) of the products of a weight's slab; the last may pass the end."""
+        first = 0
+        while first < num_tokens:
+            wide = num_tokens - first >= WIDE_TOKENS and self._may_go_wide(shape)
+            count = WIDE_TOKENS if wide else TILE_TOKENS
+            yield first, count
+            first += count
 
     def _operand(self, x: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
         num_tokens, num_inputs = x.shape
@@ -89,31 +116,51 @@ class Products:
         dequantize(weight, begin, halves)
         return halves
 
-    def _tile(self, x: DeviceArray, outputs: DeviceArray) -> DeviceArray:
-        shape = outputs.shape
-        sums = self._buffer("sums", (TILE_TOKENS, shape[0]), cp.float32)
-        if shape not in self._by_library:
-            self._by_library[shape] = self._handle is not None and self._is_uniform(shape)
-        if self._by_library[shape]:
+    def _multiply(self, x: DeviceArray, outputs: DeviceArray, sums: DeviceArray) -> None:
+        if self._goes_by_library(outputs.shape):
             self._library_product(x, outputs, sums)
         else:
             _own_product(x, outputs, sums)
-        return sums
+
+    def _goes_by_library(self, shape: tuple[int, int]) -> bool:
+        if shape not in self._by_library:
+            self._by_library[shape] = self._handle is not None and self._is_uniform(shape)
+        return self._by_library[shape]
+
+    def _may_go_wide(self, shape: tuple[int, int]) -> bool:
+        if shape not in self._is_wide:
+            self._is_wide[shape] = self._goes_by_library(shape) and self._is_same_wide(shape)
+        return self._is_wide[shape]
+
+    def _is_same_wide(self, shape: tuple[int, int]) -> bool:
+        """Whether four tiles at once give the same bytes as one by one."""
+        num_outputs, num_inputs = shape
+        rng = np.random.default_rng(num_inputs)
+        x = _repeated_rows(rng, 61, (WIDE_TOKENS, num_inputs))
+        outputs = _repeated_rows(rng, 67, shape)
+        sums = cp.full((WIDE_TOKENS, num_outputs), cp.nan, cp.float32)
+        tile = cp.full((TILE_TOKENS, num_outputs), cp.nan, cp.float32)
+        self._library_product(x, outputs, sums)
+        for first in range(0, WIDE_TOKENS, TILE_TOKENS):
+            rows = slice(first, first + TILE_TOKENS)
+            self._library_product(x[rows], outputs, tile)
+            if not bool((tile.view(cp.int32) == sums[rows].view(cp.int32)).all()):
+                return False
+        return True
 
     def _is_uniform(self, shape: tuple[int, int]) -> bool:
         """Whether the library gives the same bytes at all places of the tile, and right ones."""
         num_outputs, num_inputs = shape
         rng = np.random.default_rng(num_outputs)
-        row = rng.standard_normal(num_inputs, dtype=np.float32).astype(np.float16)
-        x = cp.ascontiguousarray(cp.broadcast_to(cp.asarray(row), (TILE_TOKENS, num_inputs)))
-        some = rng.standard_normal((min(num_outputs, 64), num_inputs), dtype=np.float32)
-        outputs = cp.resize(cp.asarray(some.astype(np.float16)), shape)
+        x = _repeated_rows(rng, 1, (TILE_TOKENS, num_inputs))
+        outputs = _repeated_rows(rng, min(num_outputs, 64), shape)
         sums = cp.full((TILE_TOKENS, num_outputs), cp.nan, cp.float32)
         self._library_product(x, outputs, sums)
         bits = sums.view(cp.int32)
         if not bool((bits == bits[:1]).all()):
             return False
-        expected = some.astype(np.float16).astype(np.float64) @ row.astype(np.float64)
+        some = cp.asnumpy(outputs[:64]).astype(np.float64)
+        expected = some @ cp.asnumpy(x[0]).astype(np.float64)
         error = np.abs(cp.asnumpy(sums[0, : len(some)]) - expected).max()
         if not error <= 1e-3 * num_inputs**0.5:
             raise KernelError(
@@ -130,7 +177,7 @@ class Products:
             cublas.CUBLAS_OP_T,
             cublas.CUBLAS_OP_N,
             num_outputs,
-            TILE_TOKENS,
+            len(x),
             num_inputs,
             ctypes.addressof(self._one),
             outputs.data.ptr,
@@ -157,12 +204,31 @@ class Products:
         return self._scratch[name][:count].reshape(shape)
 
 
+def _repeated_rows(rng: np.random.Generator, count: int, shape: tuple[int, int]) -> DeviceArray:
+    """`count` rows of random halves, over and over."""
+    rows = rng.standard_normal((count, shape[1]), dtype=np.float32).astype(np.float16)
+    return cp.resize(cp.asarray(rows), shape)
+
+
+def _may_hold_sums(out: DeviceArray, count: int) -> bool:
+    # Aligned as scratch is: the library may choose its kernel by that.
+    return len(out) == count and out.data.ptr % ALIGNMENT == 0
+
+
 def _own_product(x: DeviceArray, outputs: DeviceArray, sums: DeviceArray) -> None:
     num_outputs, num_inputs = outputs.shape
     get_kernel("product.cu", "tile_product")(
         (blocks_for(num_outputs, 32),),
         (128,),
         (np.int32(num_outputs), np.int32(num_inputs), x, outputs, sums),
+    )
+
+
+def _rescale(out: DeviceArray, exponents: DeviceArray) -> None:
+    get_kernel("pointwise.cu", "rescale")(
+        (min(len(out), MAX_GRID_Y),),
+        (_THREADS,),
+        (np.int32(len(out)), np.int32(out.shape[1]), exponents, out),
     )
 
 

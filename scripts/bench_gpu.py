@@ -1,0 +1,208 @@
+"""Benchmarks of the GPU's operations, each beside a limit measured in the same run.
+
+    python -m scripts.bench_gpu [--json FILE]
+
+Shapes are those of a layer of a 70B model: hidden 8192, ffn 28672, 64 heads on 8 KV heads of 128.
+Every figure is the median of event timings on random data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from kernels.cuda import matrix
+from kernels.cuda.backend import CudaOps
+from kernels.ops import PAGE_TOKENS, Batch, HeadParams, KvShape, Rope
+from kernels.quants import BlockTensor
+from scripts.bench_report import Report, machine_facts
+from scripts.synth_blocks import TYPES, random_weights
+
+HIDDEN, FFN = 8192, 28672
+SHAPES = {
+    "qkv": (HIDDEN + 2 * 1024, HIDDEN),
+    "attn_output": (HIDDEN, HIDDEN),
+    "gate_up": (2 * FFN, HIDDEN),
+    "ffn_down": (HIDDEN, FFN),
+}
+KV = KvShape(num_layers=1, num_kv_heads=8, key_length=128, value_length=128)
+HEAD = HeadParams(num_heads=64, num_kv_heads=8, key_length=128, value_length=128, norm_eps=1e-5)
+REPEATS = 9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write all samples here")
+    options = parser.parse_args(sys.argv[1:])
+    report = bench()
+    print(report.table())
+    if options.json is not None:
+        facts = {"machine": machine_facts(), "bench": "gpu", **report.to_dict()}
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def bench() -> Report:
+    ops = CudaOps()
+    report = Report("GPU operations")
+    report.facts["gpu"] = ops.device_name
+    report.facts["driver"] = cp.cuda.runtime.driverGetVersion()
+    bench_limits(report)
+    bench_dequantize(report)
+    weights = {name: synthetic(ops, "Q4_K", *shape) for name, shape in SHAPES.items()}
+    for num_tokens in (1, 96, 256, 1024, 2048):
+        bench_products(report, ops, weights, num_tokens)
+    report.facts["product paths"] = str(ops.products.paths())
+    bench_attention(report, ops, "decode attention, 96 rows x 1000", [(999, 1000)] * 96)
+    bench_attention(report, ops, "decode attention, 1 row x 30000", [(29999, 30000)])
+    bench_attention(report, ops, "prefill attention, 4 prompts x 512", [(0, 512)] * 4)
+    bench_attention(report, ops, "prefill attention, 512 after 8192", [(8192, 8704)])
+    bench_pointwise(report, ops)
+    ops.close()
+    return report
+
+
+def timed(call: Callable[[], object], repeats: int = REPEATS) -> list[float]:
+    """Seconds of each call, by events, after two to warm up."""
+    call()
+    call()
+    seconds = []
+    for _ in range(repeats):
+        begin, end = cp.cuda.Event(), cp.cuda.Event()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        seconds.append(cp.cuda.get_elapsed_time(begin, end) / 1e3)
+    return seconds
+
+
+def add_rates(report: Report, name: str, amount: float, seconds: list[float]) -> None:
+    for second in seconds:
+        report.add(name, amount / second)
+
+
+def bench_limits(report: Report) -> None:
+    source, target = cp.ones(1 << 31, cp.uint8), cp.empty(1 << 31, cp.uint8)
+    seconds = timed(lambda: cp.copyto(target, source))
+    add_rates(report, "limit: device memory, GB/s", 2 * source.nbytes / 1e9, seconds)
+    pinned = cp.cuda.alloc_pinned_memory(1 << 30)
+    np.frombuffer(pinned, np.uint8, 1 << 30)[:] = 7
+    stream = cp.cuda.get_current_stream()
+    seconds = timed(lambda: target.data.copy_from_host_async(pinned.ptr, 1 << 30, stream))
+    add_rates(report, "limit: pinned memory to device, GB/s", (1 << 30) / 1e9, seconds)
+
+
+def synthetic(ops: CudaOps, type_name: str, num_outputs: int, num_inputs: int) -> Any:
+    return ops.pack([tensor(type_name, num_outputs, num_inputs)], expand=False)
+
+
+def tensor(type_name: str, num_outputs: int, num_inputs: int) -> BlockTensor:
+    quant_type = TYPES[type_name]
+    num_blocks = num_outputs * num_inputs // quant_type.block_size
+    data = random_weights(np.random.SFC64(1), quant_type, num_blocks, num_inputs**-0.5)
+    return BlockTensor("w", quant_type, num_outputs, num_inputs, data.reshape(num_outputs, -1))
+
+
+def bench_dequantize(report: Report) -> None:
+    shape = (8192, 16384)
+    halves = cp.empty(shape, cp.float16)
+    for type_name in TYPES:
+        weight = matrix.pack([tensor(type_name, *shape)], expand=False)
+        seconds = timed(partial(matrix.dequantize, weight, 0, halves))
+        add_rates(
+            report,
+            f"dequantise {type_name}, GB/s read and written",
+            (weight.nbytes + halves.nbytes) / 1e9,
+            seconds,
+        )
+
+
+def bench_products(report: Report, ops: CudaOps, weights: dict[str, Any], num_tokens: int) -> None:
+    plan = ops.plan(rows_of([(0, 1)] * num_tokens), KV, HEAD.num_heads)
+    total = np.zeros((3, REPEATS))
+    flops = sum(2.0 * num_tokens * n * m for n, m in SHAPES.values())
+    for name, (num_outputs, num_inputs) in SHAPES.items():
+        x = cp.random.standard_normal((num_tokens, num_inputs), dtype=cp.float32)
+        out = cp.zeros((num_tokens, num_outputs), cp.float32)
+        weight, accumulate = weights[name], name in ("attn_output", "ffn_down")
+        whole = cp.empty((num_outputs, num_inputs), cp.float16)
+        expanded = matrix.CudaMatrix(num_outputs, num_inputs, weight.parts, whole)
+        matrix.dequantize(weight, 0, whole)
+        halves = x.astype(cp.float16)
+
+        for way, used in enumerate((weight, expanded)):
+            call = partial(ops.matmul, 0, plan, x, used, out, accumulate=accumulate)
+            total[way] += timed(call)
+        total[2] += timed(partial(cp.matmul, halves, whole.T))
+    names = ("dequantise and multiply", "multiply expanded", "limit: library alone, half")
+    for name, seconds in zip(names, total, strict=True):
+        label = f"{name}, {num_tokens} tokens, TFLOP/s"
+        add_rates(report, label, flops / 1e12, list(seconds))
+    for second, limit in zip(total[0], total[2], strict=True):
+        report.add(f"library / ours, {num_tokens} tokens", limit / second)
+
+
+def rows_of(spans: list[tuple[int, int]]) -> Batch:
+    """Rows whose tokens of positions [begin, end) are in the sweep, their pages shuffled."""
+    sizes = [end - begin for begin, end in spans]
+    bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    most = max(-(-end // PAGE_TOKENS) for _, end in spans)
+    pages = np.random.default_rng(3).permutation(len(spans) * most).astype(np.int32)
+    return Batch(
+        token_ids=np.zeros(bounds[-1], np.int32),
+        positions=np.concatenate([np.arange(*span, dtype=np.int32) for span in spans]),
+        rows=np.repeat(np.arange(len(spans), dtype=np.int32), sizes),
+        page_table=pages.reshape(len(spans), most),
+        segments=np.stack([bounds[:-1], bounds[1:]], axis=1),
+        logit_indices=bounds[1:] - 1,
+    )
+
+
+def bench_attention(report: Report, ops: CudaOps, name: str, spans: list[tuple[int, int]]) -> None:
+    batch = rows_of(spans)
+    pool = ops.kv_pool(KV, num_pages=batch.page_table.size, kv_type="f16")
+    pool.keys[...] = cp.random.standard_normal(pool.keys.size, cp.float32).reshape(pool.keys.shape)
+    pool.values[...] = pool.keys.reshape(pool.values.shape)
+    q = cp.random.standard_normal((batch.num_tokens, 64 * 128), dtype=cp.float32)
+    out, plan = cp.empty_like(q), ops.plan(batch, KV, HEAD.num_heads)
+    seconds = timed(lambda: ops.attention(0, plan, q, HEAD, batch, pool, 0, out))
+    positions = int((batch.positions + 1).sum())
+    kv_nbytes = sum(end for _, end in spans) * KV.num_kv_heads * 256 * 2
+    add_rates(report, f"{name}, GB/s of KV", kv_nbytes / 1e9, seconds)
+    add_rates(report, f"{name}, TFLOP/s", 4.0 * positions * 64 * 128 / 1e12, seconds)
+    add_rates(report, f"{name}, ms", 1e3, [1 / second for second in seconds])
+
+
+def bench_pointwise(report: Report, ops: CudaOps) -> None:
+    num_tokens = 2048
+    batch = rows_of([(0, num_tokens)])
+    plan = ops.plan(batch, KV, HEAD.num_heads)
+    x = cp.random.standard_normal((num_tokens, HIDDEN), dtype=cp.float32)
+    gate_up = cp.random.standard_normal((num_tokens, 2 * FFN), dtype=cp.float32)
+    qkv = cp.random.standard_normal((num_tokens, SHAPES["qkv"][0]), dtype=cp.float32)
+    pool = ops.kv_pool(KV, num_pages=batch.page_table.size, kv_type="f16")
+    table = cp.ones((num_tokens, 64), cp.float32)
+    rope = Rope(cos=table, sin=table, style="adjacent")
+    normed, activated, weight = cp.empty_like(x), cp.empty((num_tokens, FFN), cp.float32), x[0]
+    calls: dict[str, tuple[float, Callable[[], None]]] = {
+        "rms_norm": (2 * x.nbytes, lambda: ops.rms_norm(0, plan, x, weight, 1e-5, normed)),
+        "swiglu": (1.5 * gate_up.nbytes, lambda: ops.swiglu(0, plan, gate_up, activated)),
+        "rope_store": (
+            1.9 * qkv.nbytes,
+            lambda: ops.rope_store(0, plan, qkv, HEAD, rope, batch, pool, 0, normed),
+        ),
+    }
+    for name, (nbytes, call) in calls.items():
+        add_rates(report, f"{name}, 2048 tokens, GB/s", nbytes / 1e9, timed(call))
+
+
+if __name__ == "__main__":
+    main()
