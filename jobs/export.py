@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from jobs.records import FinishedRows, Job, ResultsError
+from jobs.records import FinishedRows, Job, OutputError
 from jobs.results import Results, Schema, Table
 
 Writer = Callable[[Path, Schema, Iterable[Table]], None]
@@ -36,16 +36,17 @@ def export_results(
     errors: failed rows only
     Returns the number of rows. The file appears when it is complete; one of that name is replaced.
 
-    Raises ResultsError: another ending, a folder that is not there, the job's own input or
-    results folder, a part that is gone.
+    Raises OutputError: another ending, a folder that is not there, the job's own input or
+    results folder.
+    Raises ResultsError: a part is gone.
     """
     target = Path(path).absolute()
     writer = WRITERS.get(target.suffix.lower())
     if writer is None:
-        raise ResultsError(f"{path} does not say its format: end it in {', '.join(WRITERS)}")
+        raise OutputError(f"{path} does not say its format: end it in {', '.join(WRITERS)}")
     _refuse_own_files(target, finished.job)
     if not target.parent.is_dir():
-        raise ResultsError(f"{target} cannot be written: make the folder {target.parent} first")
+        raise OutputError(f"{target} cannot be written: make the folder {target.parent} first")
     results = Results(finished)
     num_rows = 0
 
@@ -69,10 +70,10 @@ def export_results(
 
 def _refuse_own_files(target: Path, job: Job) -> None:
     if target.resolve().is_relative_to(job.results_dir):
-        raise ResultsError(f"{target} is in the results folder of job {job.id}: write elsewhere")
+        raise OutputError(f"{target} is in the results folder of job {job.id}: write elsewhere")
     for file in job.manifest.files:
         if target.resolve() == Path(file.path).resolve():
-            raise ResultsError(f"{target} is an input file of job {job.id}: write elsewhere")
+            raise OutputError(f"{target} is an input file of job {job.id}: write elsewhere")
 
 
 # ---- formats -----------------------------------------------------------------------------

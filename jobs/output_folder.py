@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from jobs.publish import part_owner
-from jobs.records import FINAL_STATES, JobNotFoundError, Manifest, ResultsError
+from jobs.records import FINAL_STATES, JobNotFoundError, Manifest, OutputError
 from jobs.store import JobStore
 
 
@@ -22,18 +22,18 @@ class OwnFile:
 
 
 def refuse_input_place(output: str, manifest: Manifest, input_path: str) -> None:
-    """Raise ResultsError where results would be written over the input or read as input."""
+    """Raise OutputError where results would be written over the input or read as input."""
     folder = Path(output).resolve()
     for file in manifest.files:
         source = Path(file.path).resolve()
         if source == folder:
-            raise ResultsError(f"results folder {output} is the input file {file.path}")
+            raise OutputError(f"results folder {output} is the input file {file.path}")
         if source.is_relative_to(folder):
-            raise ResultsError(
+            raise OutputError(
                 f"results folder {output} holds the input file {file.path}; name another with -o"
             )
     if _is_below_input(folder, Path(input_path)):
-        raise ResultsError(
+        raise OutputError(
             f"results folder {output} is inside the input {input_path}: results would be read as "
             "prompts the next time; name another with -o"
         )
@@ -57,18 +57,18 @@ def _is_below_input(folder: Path, source: Path) -> bool:
 def find_own_files(folder: str) -> list[OwnFile]:
     """What --overwrite may remove.
 
-    Raises ResultsError: something is there that is no part of a job of this tool.
+    Raises OutputError: something is there that is no part of a job of this tool.
     """
     path = Path(folder)
     if not path.exists():
         return []
     if not path.is_dir():
-        raise ResultsError(f"results folder {folder} is a file; name a folder")
+        raise OutputError(f"results folder {folder} is a file; name a folder")
     found = []
     for name in sorted(os.listdir(path)):
         job_id = part_owner(path / name) if (path / name).is_file() else None
         if job_id is None:
-            raise ResultsError(
+            raise OutputError(
                 f"results folder {folder} has {name}, which is no part of a job's results: "
                 "--overwrite removes nothing else; move it away or name another folder with -o"
             )
@@ -79,7 +79,7 @@ def find_own_files(folder: str) -> list[OwnFile]:
 def remove_own_files(store: JobStore, files: Iterable[OwnFile]) -> int:
     """Remove the files found; returns how many.
 
-    Raises ResultsError: one is of a job that is not over; then none is removed.
+    Raises OutputError: one is of a job that is not over; then none is removed.
     """
     files = list(files)
     for job_id in {file.job_id for file in files}:
@@ -88,7 +88,7 @@ def remove_own_files(store: JobStore, files: Iterable[OwnFile]) -> int:
         except JobNotFoundError:
             continue
         if state not in FINAL_STATES:
-            raise ResultsError(
+            raise OutputError(
                 f"{files[0].path.parent} has results of job {job_id}, which is {state}: cancel it "
                 "first, or name another folder with -o"
             )

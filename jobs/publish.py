@@ -16,7 +16,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.records import Job, Part, ResultsError
+from jobs.records import Job, OutputError, Part, ResultsError
 from jobs.results import Schema, Table, blob_table, job_schema
 from jobs.specs import spec_to_json
 from kernels import __version__
@@ -87,15 +87,15 @@ def claim_folder(folder: str | Path, job_id: str | None = None) -> None:
 
     job_id: None, before there is a job, wants it empty or absent, and does not create it
 
-    Raises ResultsError: something else is in it, or it is a file.
+    Raises OutputError: something else is in it, or it is a file.
     """
     path = Path(folder)
     if path.exists() and not path.is_dir():
-        raise ResultsError(f"results folder {path} is a file; name a folder")
+        raise OutputError(f"results folder {path} is a file; name a folder")
     ours = f"-{job_id}.parquet"
     for name in sorted(os.listdir(path)) if path.exists() else []:
         if job_id is None or not (name.startswith("part-") and name.endswith(ours)):
-            raise ResultsError(
+            raise OutputError(
                 f"results folder {path} is not empty: it has {name}; name a new folder with -o, "
                 "or remove what other jobs wrote there with --overwrite"
             )

@@ -7,6 +7,7 @@ JobError
 ├── ChangedError           input, model or program are not those that a job was submitted with
 ├── DatasetError           the input cannot be read as rows
 ├── ResultsError           the results folder cannot be used, or a part is not ours
+│   └── OutputError        a folder or file that was named to write to is not one to write to
 ├── RunnerError            the runner cannot start or is not the one asked for
 └── StoreError             the state database refuses, is damaged, or is of a later version
     └── DiskFullError      there is no room for what it has to write
@@ -78,6 +79,10 @@ class DatasetError(JobError):
 
 class ResultsError(JobError):
     """The results folder cannot be used, or a part in it is not this job's."""
+
+
+class OutputError(ResultsError):
+    """The folder or file that was named to write to cannot be used; nothing was written."""
 
 
 class RunnerError(JobError):

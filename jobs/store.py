@@ -30,8 +30,8 @@ from jobs.records import (
     JobState,
     KeyTakenError,
     Manifest,
+    OutputError,
     Part,
-    ResultsError,
     RowBatch,
     RunnerInfo,
     SpoolSize,
@@ -123,7 +123,7 @@ class JobStore:
         overwrite: take the folder from a job that is over
 
         Raises KeyTakenError: a job has the key.
-        Raises ResultsError: the folder belongs to another job.
+        Raises OutputError: the folder belongs to another job.
         """
         job_id = new_job_id(self._clock())
         chosen = results_dir or spec.output or self.job_dir(job_id) / "results"
@@ -427,7 +427,7 @@ class JobStore:
         if owner is None:
             return
         if not overwrite:
-            raise ResultsError(
+            raise OutputError(
                 f"results folder {folder} belongs to job {owner['id']}; name another with -o, or "
                 "take it over with --overwrite"
             )
@@ -439,7 +439,7 @@ class JobStore:
         )
         if released is None:
             state = self.job(owner["id"]).state
-            raise ResultsError(
+            raise OutputError(
                 f"results folder {folder} belongs to job {owner['id']}, which is {state}: cancel "
                 "it first, or name another with -o"
             )

@@ -5,16 +5,31 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 from jobs import control
 from jobs.home import Home
-from jobs.records import FINAL_STATES, Job, JobRequest, JobState, StoreError
+from jobs.records import FINAL_STATES, FinishedRows, Job, JobRequest, JobState, StoreError
 from jobs.store import JobStore
 
 STOP_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.05
+# A row with one of these fails again, however often it runs with the same options.
+INPUT_ERROR_CODES = frozenset(
+    {
+        "invalid_row",
+        "invalid_prompt",
+        "empty_prompt",
+        "invalid_utf8",
+        "unsupported_content",
+        "template_error",
+        "invalid_parameter",
+        "context_length_exceeded",
+    }
+)
 _DONE: dict[JobRequest, JobState] = {"cancel": "cancelled", "pause": "paused"}
 
 
@@ -34,36 +49,42 @@ def cancel(home: Home, job_id: str) -> str:
     return _stop(home, job_id, "cancel")
 
 
-def pause(home: Home, job_id: str) -> str:
-    """Make a job wait for `resume`; its finished rows are kept."""
-    return _stop(home, job_id, "pause")
+def pause(home: Home, job_id: str, *, wait: bool = True) -> str:
+    """Make a job wait for `resume`; its finished rows are kept.
+
+    wait: until it is paused; else a running one is so after its sweep
+    """
+    return _stop(home, job_id, "pause", wait=wait)
 
 
-def _stop(home: Home, job_id: str, request: JobRequest) -> str:
+def _stop(home: Home, job_id: str, request: JobRequest, *, wait: bool = True) -> str:
     wanted = _DONE[request]
+    hint = f"; go on with `ntx-batch resume {job_id}`" if request == "pause" else ""
     with JobStore(home.state_path) as store:
         before = current_job(store, home, job_id)
         if before.state == wanted:
             return f"job {job_id} was already {wanted}"
         if before.state in FINAL_STATES:
             return f"job {job_id} had already {_past(before.state)}"
-        after = _ask(store, home, job_id, request)
+        after = _ask(store, home, job_id, request, timeout_s=STOP_TIMEOUT_S if wait else 0.0)
     if after.state == wanted:
-        return f"job {job_id} {wanted}; its {_rows(after)} kept"
+        return f"job {job_id} {wanted}; its {_rows(after)} kept{hint}"
     if after.state in FINAL_STATES:
         return f"job {job_id} {_past(after.state)} before it could be {wanted}"
-    return f"job {job_id} will be {wanted} when its sweep ends, which takes long"
+    return f"job {job_id} will be {wanted} when its sweep ends{hint}"
 
 
-def _ask(store: JobStore, home: Home, job_id: str, request: JobRequest) -> Job:
-    """Wait until the runner has done as asked, or the job has ended otherwise."""
-    deadline = time.monotonic() + STOP_TIMEOUT_S
+def _ask(store: JobStore, home: Home, job_id: str, request: JobRequest, *, timeout_s: float) -> Job:
+    """Ask, and wait until the runner has done so or the job has ended otherwise."""
+    deadline = time.monotonic() + timeout_s
     while True:
         job = current_job(store, home, job_id)
-        if job.state in (_DONE[request], *FINAL_STATES) or time.monotonic() > deadline:
+        if job.state in (_DONE[request], *FINAL_STATES):
             return job
         if job.request != request:
             store.set_request(job_id, request)
+        elif time.monotonic() > deadline:
+            return job
         else:
             time.sleep(POLL_INTERVAL_S)
 
@@ -148,6 +169,29 @@ def retry(home: Home, job_id: str) -> Job:
         job = create_retry(store, job_id, control.environment_of(os.environ))
     control.ensure_runner(home)
     return job
+
+
+def error_codes(finished: FinishedRows) -> Counter[str]:
+    """How many of a job's failed rows, less those that a retry finished, have each code."""
+    from jobs.results import Results
+
+    column = finished.job.spec.output_prefix + "error_code"
+    codes: Counter[str] = Counter()
+    for table in Results(finished).tables(errors=True):
+        codes.update(table.column(column).to_pylist())
+    return codes
+
+
+def hopeless_rows(codes: Mapping[str, int]) -> str | None:
+    """What to know before failed rows run again, where the input itself is to blame for some."""
+    hopeless = {code: count for code, count in codes.items() if code in INPUT_ERROR_CODES}
+    if not hopeless:
+        return None
+    reasons = ", ".join(f"{count} {code}" for code, count in sorted(hopeless.items()))
+    return (
+        f"{sum(hopeless.values())} of {sum(codes.values())} rows failed for reasons in their input "
+        f"and will fail again ({reasons}): correct the input and submit it anew"
+    )
 
 
 def remove(home: Home, job_id: str) -> str:

@@ -3,129 +3,57 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import signal
 import sys
 import time
-from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from engine import EngineError
-from jobs.records import ChangedError, JobError, JobNotFoundError, RunnerError, SpecError
-from ntx_batch import __version__, client, render, render_plan
-from ntx_batch.options import OPTIONS
+from jobs.records import (
+    ChangedError,
+    DatasetError,
+    JobError,
+    JobNotFoundError,
+    OutputError,
+    SpecError,
+)
+from ntx_batch import __version__, actions, client, render, render_plan
+from ntx_batch.cli_options import App, AsJson, JobId, JobOrNewest, takes_job_options
+from ntx_batch.interrupts import Interrupts
 from ntx_batch.status import input_warnings, status_record
 
 NOT_PLANNED = ("output", "key", "overwrite", "verify", "max_errors", "row_timeout", "keep")
 TABLE_ROWS = 20  # of `results` without --head
 EXIT_FAILED, EXIT_USAGE, EXIT_TIMEOUT, EXIT_INTERRUPTED = 1, 2, 124, 130
+# What the command names is wrong; anything else that is in the way has EXIT_FAILED.
+USAGE_ERRORS = (
+    SpecError,
+    JobNotFoundError,
+    ChangedError,
+    DatasetError,
+    OutputError,
+    EngineError,
+)
 EPILOG = (
-    "Exit codes of a waiting command: 0 all rows ok, 1 the job failed, 2 usage, 3 finished with "
-    "failed rows, 4 cancelled, 5 paused, 124 wait --timeout ran out, 130 interrupted."
+    "Exit codes: 0 done, 1 something else is in the way, 2 an option, job, input, model or file "
+    "that the command names is wrong. Of a waiting command: 0 all rows ok, 1 the job failed, "
+    "3 finished with failed rows, 4 cancelled, 5 paused, 124 wait --timeout ran out, "
+    "130 interrupted."
 )
 
-app = typer.Typer(
+app = App(
     name="ntx-batch",
     help="Run a dataset of prompts through a GGUF model and lose no row.",
     epilog=EPILOG,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-runner_app = typer.Typer(
-    help="Start, stop and look at the process that runs jobs.", no_args_is_help=True
-)
+runner_app = App(help="Start, stop and look at the process that runs jobs.")
 app.add_typer(runner_app, name="runner")
-
-JobId = Annotated[str, typer.Argument(help="Job id, or a unique prefix of it.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout.")]
-
-
-def takes_job_options(
-    command: Callable[..., None], *, without: Container[str] = ()
-) -> Callable[..., None]:
-    """Give `command` job options; it gets those that were used as one dict, `options`.
-
-    without: options that mean nothing to it
-    """
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    shared = [p for p in (*_job_arguments(), *_job_options()) if p.name not in without]
-
-    @functools.wraps(command)
-    def wrapper(**values: Any) -> None:
-        options = {parameter.name: values.pop(parameter.name) for parameter in shared}
-        command({name: value for name, value in options.items() if not _is_absent(value)}, **values)
-
-    parameters = [*shared, *(parameter for parameter in own if parameter.name != "options")]
-    parameters = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters
-    ]
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    del wrapper.__wrapped__
-    return wrapper
-
-
-def _is_absent(value: Any) -> bool:
-    return value is None or value is False or value == []
-
-
-def _job_arguments() -> list[inspect.Parameter]:
-    def arguments(
-        input: Annotated[
-            str,
-            typer.Argument(
-                help="Parquet, JSON lines or CSV: file, folder, pattern; or a job file, JOB.toml.",
-                show_default=False,
-            ),
-        ],
-        model: Annotated[
-            str | None,
-            typer.Option(
-                "--model",
-                "-m",
-                metavar="FILE",
-                help="GGUF file; of a split one, the first shard. A job file may name it.",
-                show_default=False,
-            ),
-        ] = None,
-        output: Annotated[
-            str | None,
-            typer.Option(
-                "--output",
-                "-o",
-                metavar="DIR",
-                help="Results folder, empty or absent.",
-                show_default="the job's own",
-            ),
-        ] = None,
-    ) -> None: ...
-
-    return list(inspect.signature(arguments, eval_str=True, globals=globals()).parameters.values())
-
-
-def _job_options() -> Iterator[inspect.Parameter]:
-    """Typer's parameter for each row of the table of options."""
-    for panel, options in OPTIONS.items():
-        for option in options:
-            info = typer.Option(
-                option.flag,
-                metavar=option.metavar,
-                help=option.help,
-                show_default=option.default or False,
-                rich_help_panel=panel,
-            )
-            is_flag = option.kind is bool
-            yield inspect.Parameter(
-                option.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=False if is_flag else None,
-                annotation=Annotated[option.kind if is_flag else option.kind | None, info],
-            )
 
 
 @app.callback(invoke_without_command=True)
@@ -142,7 +70,8 @@ def root(
 def submit(
     options: dict[str, Any],
     wait: Annotated[
-        bool, typer.Option("--wait", help="Stay until the job is over, and show progress.")
+        bool,
+        typer.Option("--wait", help="Stay until the job is over, and show progress."),
     ] = False,
 ) -> None:
     """Check a job, queue it, and print its id.
@@ -151,7 +80,8 @@ def submit(
 
     Example: ntx-batch submit prompts.parquet --model model.gguf --chat --max-tokens 128 --wait
     """
-    job = _submit(options)
+    job = _queue(options)
+    job.ensure_runner()
     if wait:
         _wait(job)
     render.note(f"queued; follow it with: ntx-batch watch {job.id}")
@@ -160,14 +90,18 @@ def submit(
 @app.command()
 @takes_job_options
 def run(options: dict[str, Any]) -> None:
-    """Submit a job and stay with it: Ctrl-C stops the job.
+    """Submit a job and stay with it. Ctrl-C pauses the job; `ntx-batch resume` goes on with it.
 
     Example: ntx-batch run prompts.parquet --model model.gguf --limit 10
     """
-    job = _submit(options)
     # A batch system that takes the machine back says so with SIGTERM.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    _wait(job, stop_on_interrupt=True)
+    with Interrupts(signal.SIGINT, signal.SIGTERM) as interrupts:
+        job = _queue(options)
+        try:
+            job.ensure_runner()
+            _wait(job, leave_running=False)
+        except KeyboardInterrupt:
+            _pause(job, interrupts)
 
 
 @app.command()
@@ -180,10 +114,7 @@ def plan(options: dict[str, Any], as_json: AsJson = False) -> None:
 
     Example: ntx-batch plan prompts.parquet --model model.gguf --memory 16GiB
     """
-    try:
-        report = client.plan(**options)
-    except (JobError, EngineError) as error:
-        _fail(error, EXIT_USAGE)
+    report = client.plan(**options)
     if as_json:
         render.print_json(report)
     else:
@@ -191,18 +122,12 @@ def plan(options: dict[str, Any], as_json: AsJson = False) -> None:
 
 
 @app.command()
-def status(
-    job: Annotated[
-        str | None,
-        typer.Argument(help="Job id or prefix; the newest job without it.", show_default=False),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def status(job: JobOrNewest = None, as_json: AsJson = False) -> None:
     """Show where a job stands.
 
     Example: ntx-batch status d254e --json
     """
-    found = client.job(job).snapshot() if job else client.newest_job().snapshot()
+    found = _job_or_newest(job).snapshot()
     if as_json:
         render.print_json(status_record(found, time.time()))
     else:
@@ -223,34 +148,34 @@ def list_command(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def watch(job: JobId) -> None:
+def watch(job: JobOrNewest = None) -> None:
     """Show a job's progress: rows, tokens per second, time left. Ctrl-C leaves it running.
 
     Example: ntx-batch watch d254e
     """
-    _wait(client.job(job))
+    _wait(_job_or_newest(job))
 
 
 @app.command()
 def wait(
-    job: JobId,
+    job: JobOrNewest = None,
     timeout: Annotated[
         float | None,
         typer.Option(
-            metavar="S", help="Give up after S seconds with exit code 124.", show_default="never"
+            metavar="S", help="Give up after S seconds with exit code 124. Default: never."
         ),
     ] = None,
 ) -> None:
-    """Wait for a job to be over, in silence, and exit with its code.
+    """Wait for a job to be over, print its outcome on stderr, and exit with its code.
 
     Example: ntx-batch wait d254e --timeout 3600 && echo all rows ok
     """
-    _wait(client.job(job), timeout_s=timeout, quiet=True)
+    _wait(_job_or_newest(job), timeout_s=timeout, quiet=True)
 
 
 @app.command()
 def results(
-    job: JobId,
+    job: JobOrNewest = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -266,26 +191,29 @@ def results(
             "--head",
             metavar="N",
             min=1,
-            help="The first N rows only.",
-            show_default="20 in a table, all in a file",
+            help="The first N rows only. Default: 20 in a table, all in a file.",
         ),
     ] = None,
     errors: Annotated[
-        bool, typer.Option("--errors", help="Failed rows only, with their codes and messages.")
+        bool,
+        typer.Option("--errors", help="Failed rows only, with their codes and messages."),
     ] = False,
 ) -> None:
     """Show or export the rows finished so far, in input order. Works while the job runs.
 
     Example: ntx-batch results d254e -o answers.parquet
     """
-    handle = client.job(job)
+    handle = _job_or_newest(job)
     if output is not None:
         num_rows = handle.export(output, head=head, errors=errors)
         render.note(f"wrote {num_rows} rows to {output}")
-    else:
-        names, rows = handle.rows(errors=errors, head=head or TABLE_ROWS)
-        prefix = handle.snapshot().spec.output_prefix
-        render.print_results(names, rows, prefix=prefix, errors=errors)
+        return
+    names, rows = handle.rows(errors=errors, head=head or TABLE_ROWS)
+    prefix = handle.snapshot().spec.output_prefix
+    render.print_results(names, rows, prefix=prefix, errors=errors)
+    if head is None and (num_rows := handle.num_rows(errors=errors)) > TABLE_ROWS:
+        what = "failed rows" if errors else "rows"
+        render.note(f"{TABLE_ROWS} of {num_rows} {what}; --head N or -o FILE gives more")
 
 
 @app.command()
@@ -321,7 +249,8 @@ def resume(job: JobId) -> None:
 def retry(
     job: JobId,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Stay until the retry is over, and show progress.")
+        bool,
+        typer.Option("--wait", help="Stay until the retry is over, and show progress."),
     ] = False,
 ) -> None:
     """Run a job's failed rows again, as a new job whose id it prints.
@@ -330,9 +259,12 @@ def retry(
 
     Example: ntx-batch retry d254e --wait
     """
-    again = client.job(job).retry()
-    typer.echo(again.id)
-    sys.stdout.flush()
+    handle = client.job(job)
+    codes = handle.error_codes()
+    again = handle.retry()
+    _print_id(again)
+    if said := actions.hopeless_rows(codes):
+        render.note(f"warning: {said}")
     if wait:
         _wait(again)
     render.note(f"{again.snapshot().total} rows queued; follow with: ntx-batch watch {again.id}")
@@ -350,17 +282,17 @@ def rm(job: JobId) -> None:
 
 
 @app.command()
-def logs(job: JobId) -> None:
+def logs(job: JobOrNewest = None) -> None:
     """Print what the runner logged about a job.
 
     Example: ntx-batch logs d254e
     """
-    typer.echo(client.job(job).logs(), nl=False)
+    typer.echo(_job_or_newest(job).logs(), nl=False)
 
 
 @app.command("inspect")
 def inspect_command(
-    model: Annotated[str, typer.Argument(help="GGUF file.", show_default=False)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="GGUF file.", show_default=False)],
     tokenize: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="Show the token ids of TEXT, BOS by the model's rule."),
@@ -414,12 +346,12 @@ def doctor(
 def start(
     idle_exit: Annotated[
         float | None,
-        typer.Option(metavar="S", help="End after S seconds without a job.", show_default="600"),
+        typer.Option(metavar="S", help="End after S seconds without a job. Default: 600."),
     ] = None,
     unload_after: Annotated[
         float | None,
         typer.Option(
-            metavar="S", help="Unload the model after S seconds without a job.", show_default="300"
+            metavar="S", help="Unload the model after S seconds without a job. Default: 300."
         ),
     ] = None,
 ) -> None:
@@ -453,17 +385,20 @@ def runner_status(as_json: AsJson = False) -> None:
         render.print_facts(found)
 
 
-def _submit(options: dict[str, Any]) -> client.JobHandle:
-    """Submit and print the job's id; what was bound and what to know goes to stderr."""
-    try:
-        job = client.submit(**options, say=render.note)
-    except RunnerError:
-        raise
-    except (JobError, EngineError) as error:
-        _fail(error, EXIT_USAGE)
+def _job_or_newest(job: str | None) -> client.JobHandle:
+    return client.newest_job() if job is None else client.job(job)
+
+
+def _queue(options: dict[str, Any]) -> client.JobHandle:
+    """Queue a job and print its id; what was bound and what to know goes to stderr."""
+    job = client.queue(**options, say=render.note)
+    _print_id(job)
+    return job
+
+
+def _print_id(job: client.JobHandle) -> None:
     typer.echo(job.id)
     sys.stdout.flush()
-    return job
 
 
 def _wait(
@@ -471,9 +406,12 @@ def _wait(
     *,
     timeout_s: float | None = None,
     quiet: bool = False,
-    stop_on_interrupt: bool = False,
+    leave_running: bool = True,
 ) -> NoReturn:
-    """Stay with a job until it is over and exit with its code."""
+    """Stay with a job until it is over and exit with its code.
+
+    leave_running: an interrupt leaves the job as it is; else it is the caller's
+    """
     snapshots = job.follow(timeout_s=timeout_s)
     try:
         *_, last = snapshots if quiet else render.show_progress(snapshots)
@@ -481,7 +419,10 @@ def _wait(
         render.note(str(error))
         raise typer.Exit(EXIT_TIMEOUT) from None
     except KeyboardInterrupt:
-        _interrupted(job, stop=stop_on_interrupt)
+        if not leave_running:
+            raise
+        render.note(f"job {job.id} goes on; see it with: ntx-batch watch {job.id}")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     render.note(render.summary(last, time.time()))
     for warning in input_warnings(last):
         render.note(f"warning: {warning}")
@@ -490,21 +431,15 @@ def _wait(
     raise typer.Exit(last.exit_code or 0)
 
 
-def _interrupted(job: client.JobHandle, *, stop: bool) -> NoReturn:
-    if stop:
-        try:
-            job.pause()
-            render.note(f"job {job.id} stopped; its finished rows are kept")
-        except KeyboardInterrupt:
-            render.note(f"the runner stops job {job.id}; its finished rows are kept")
-    else:
-        render.note(f"job {job.id} goes on; see it with: ntx-batch watch {job.id}")
+def _pause(job: client.JobHandle, interrupts: Interrupts) -> NoReturn:
+    """Pause a job whose command was interrupted; the next interrupt only ends the waiting."""
+    asked = job.pause(wait=False)
+    interrupts.renew()
+    try:
+        render.note(job.pause())
+    except KeyboardInterrupt:
+        render.note(asked)
     raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _fail(error: BaseException, code: int) -> NoReturn:
-    render.error(str(error))
-    raise typer.Exit(code)
 
 
 def main(args: list[str] | None = None) -> NoReturn:
@@ -513,8 +448,7 @@ def main(args: list[str] | None = None) -> NoReturn:
         app(args=args, prog_name="ntx-batch")
     except (JobError, EngineError, OSError) as error:
         render.error(str(error))
-        usage = isinstance(error, (SpecError, JobNotFoundError, ChangedError))
-        sys.exit(EXIT_USAGE if usage else EXIT_FAILED)
+        sys.exit(EXIT_USAGE if isinstance(error, USAGE_ERRORS) else EXIT_FAILED)
     sys.exit(0)
 
 

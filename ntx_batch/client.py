@@ -10,9 +10,11 @@ table = job.results()  # a pyarrow.Table in input order
 from __future__ import annotations
 
 import os
+import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from jobs.records import FinishedRows, Job, JobNotFoundError, RunnerError
 from jobs.store import JobStore
 from jobs.temp_folder import space_warnings
 from ntx_batch import actions
+from ntx_batch.interrupts import Interrupts
 from ntx_batch.status import status_record
 
 POLL_INTERVAL_S = 0.2
@@ -33,7 +36,7 @@ class JobHandle:
     """A job by its id. Each call reads the state of that moment."""
 
     id: str
-    home: Home
+    home: Home = field(repr=False)
 
     def snapshot(self) -> Job:
         """The job as the store has it now."""
@@ -66,6 +69,14 @@ class JobHandle:
             time.sleep(POLL_INTERVAL_S)
         yield job
 
+    def ensure_runner(self) -> None:
+        """Start a runner for the job, where it is not over and there is none.
+
+        Raises RunnerError: none could be started; the job waits for one.
+        """
+        if self.snapshot().exit_code is None:
+            control.ensure_runner(self.home)
+
     def wait(self, timeout_s: float | None = None) -> int:
         """Wait until the job is over and return its exit code; 0 is all rows ok.
 
@@ -79,9 +90,12 @@ class JobHandle:
         """End the job; finished rows are kept. Says what it did; done twice, it does no harm."""
         return actions.cancel(self.home, self.id)
 
-    def pause(self) -> str:
-        """Make the job wait for `resume`; finished rows are kept. Says what it did."""
-        return actions.pause(self.home, self.id)
+    def pause(self, *, wait: bool = True) -> str:
+        """Make the job wait for `resume`; finished rows are kept. Says what it did.
+
+        wait: until it is paused; else it is only asked for, and done when the sweep ends
+        """
+        return actions.pause(self.home, self.id, wait=wait)
 
     def resume(self) -> str:
         """Put a paused, cancelled or failed job back into the queue. Says what it did.
@@ -129,6 +143,17 @@ class JobHandle:
         table = self.results(errors=errors, head=head)
         return table.column_names, plain_rows(table)
 
+    def num_rows(self, *, errors: bool = False) -> int:
+        """How many rows `results` has."""
+        if errors:
+            return self.error_codes().total()
+        job = self.snapshot()
+        return job.num_ok + job.num_error + job.num_cancelled
+
+    def error_codes(self) -> Counter[str]:
+        """How many failed rows there are of each error_code."""
+        return actions.error_codes(self._finished())
+
     def _finished(self) -> FinishedRows:
         with JobStore(self.home.state_path) as store:
             return store.finished(self.id)
@@ -144,14 +169,14 @@ def submit(
     *,
     model: str | Path | None = None,
     key: str | None = None,
-    overwrite: bool = False,
+    overwrite: bool | None = None,
     home: str | Path | None = None,
     say: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> JobHandle:
     """Check a job, queue it, and make sure that a runner is there to run it.
 
-    input: Parquet, JSON lines or CSV: a file, a folder, or a pattern
+    input: Parquet, JSON lines or CSV: a file, a folder, or a pattern; or a job file
     model: GGUF file
     key: where a job was submitted with this key before, that one is returned and none is queued
     overwrite: remove the parts of other jobs, and nothing else, from the folder `output`
@@ -159,37 +184,52 @@ def submit(
     say: gets each note about what was bound or is worth knowing
     options: those of `ntx-batch submit`, dashes as underscores: max_tokens, chat, kv_memory, ...
 
-    Raises SpecError, DatasetError, ResultsError, EngineError: the job cannot run as asked.
+    Raises SpecError, DatasetError, OutputError, EngineError: the job cannot run as asked.
     Raises RunnerError: no runner could be started; the job waits for one.
     """
+    given = {"model": model, "key": key, "overwrite": overwrite, **options}
+    job = queue(input, home=home, say=say, **given)
+    job.ensure_runner()
+    return job
+
+
+def queue(
+    input: str | Path,
+    *,
+    home: str | Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    **options: Any,
+) -> JobHandle:
+    """Check a job and queue it, for a runner that is there or comes. Takes what `submit` takes."""
     from ntx_batch.submission import queue_job, read_submission
 
-    given = {"model": model, "key": key, "overwrite": overwrite or None, **options}
-    submission = read_submission(input, given)
+    submission = read_submission(input, options)
     place = Home.open(home)
     control.check_environment(control.runner_status(place), os.environ)
     for warning in space_warnings(os.environ):
         say(f"warning: {warning}")
     with JobStore(place.state_path) as store:
-        job = queue_job(store, submission, say)
-    if job.exit_code is None:
-        control.ensure_runner(place)
-    return JobHandle(job.id, place)
+        return JobHandle(queue_job(store, submission, say).id, place)
 
 
 def run(input: str | Path, **options: Any) -> JobHandle:
     """Submit a job and wait for it; an interrupt pauses it. Takes what `submit` takes."""
     job = submit(input, **options)
-    try:
-        job.wait()
-    except KeyboardInterrupt:
-        job.pause()
-        raise
+    with Interrupts(signal.SIGINT) as interrupts:
+        try:
+            job.wait()
+        except KeyboardInterrupt:
+            job.pause(wait=False)
+            interrupts.renew()
+            job.pause()
+            raise
     return job
 
 
 def job(id_prefix: str, *, home: str | Path | None = None) -> JobHandle:
     """The job whose id begins so. Raises JobNotFoundError: none does, or several do."""
+    if not id_prefix:
+        raise JobNotFoundError("the job's id is empty; `ntx-batch list` shows all jobs")
     place = Home.open(home)
     with JobStore(place.state_path) as store:
         return JobHandle(store.find_job(id_prefix).id, place)

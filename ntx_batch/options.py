@@ -12,7 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One flag. kind: type of its value; bool is a flag without one. default: as people read it"""
+    """One flag.
+
+    kind: type of its value; bool is a flag without one, which `--no-...` takes back
+    default: as people read it
+    """
 
     name: str
     kind: Any
@@ -22,7 +26,12 @@ class Option:
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        word = self.name.replace("_", "-")
+        return f"--{word}/--no-{word}" if self.kind is bool else f"--{word}"
+
+    @property
+    def full_help(self) -> str:
+        return self.help if self.default is None else f"{self.help} Default: {self.default}."
 
 
 OPTIONS: dict[str, tuple[Option, ...]] = {
@@ -51,7 +60,13 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("max_errors", str, "N|P%", "Pause when more rows than this have failed."),
         Option("row_timeout", float, "S", "A row longer on board than S seconds is an error row."),
         Option("encoding", str, "NAME", "Encoding of CSV files, such as cp1252.", "utf-8"),
-        Option("delimiter", str, "C", "Delimiter of CSV files; tab is a word.", "found"),
+        Option(
+            "delimiter",
+            str,
+            "C",
+            "Delimiter of CSV files; tab is a word.",
+            "found in the first rows",
+        ),
         Option(
             "on_bad_utf8",
             str,

@@ -43,6 +43,7 @@ JOB_COLUMNS = {
     "INPUT": 8,
 }
 PLAIN_INTERVAL_S = 10.0  # between progress lines where stderr is not a terminal
+PIPE_WIDTH = 10_000  # no line is longer
 CELL_CHARS = 400  # longer texts are cut in tables, never in files
 MAX_CARRIED = 2
 _ROW_COLUMNS = ("ended", "text", "tokens")
@@ -55,6 +56,19 @@ def out() -> Console:
 
 def err() -> Console:
     return Console(stderr=True, highlight=False)
+
+
+def print_table(table: Table) -> None:
+    """A table on stdout: as wide as the terminal, or for a program as wide as its longest lines."""
+    console = out()
+    if console.is_terminal:
+        console.print(table)
+        return
+    wide = Console(width=PIPE_WIDTH, highlight=False)
+    with wide.capture() as capture:
+        wide.print(table)
+    for line in capture.get().splitlines():
+        print(line.rstrip())
 
 
 def note(text: str) -> None:
@@ -101,7 +115,7 @@ def print_facts(facts: Mapping[str, Any]) -> None:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         table.add_row(name, _cell("-" if value is None else value))
-    out().print(table)
+    print_table(table)
 
 
 def print_status(job: Job, now: float) -> None:
@@ -171,7 +185,7 @@ def print_jobs(jobs: Iterable[Job], now: float) -> None:
             time.strftime("%m-%d %H:%M", time.localtime(job.created_at)),
             Path(job.spec.input).name,
         )
-    out().print(table)
+    print_table(table)
 
 
 def summary(job: Job, now: float) -> str:

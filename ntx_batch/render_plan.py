@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ntx_batch.render import duration, nbytes_text, out, print_facts
+from ntx_batch.render import duration, nbytes_text, print_facts, print_table
 
 CHECK_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 _LIMITS = {
@@ -133,4 +133,4 @@ def print_checks(report: Mapping[str, Any]) -> None:
             detail.append(f"\n{check['advice']}", style="bold")
         status = Text(check["status"], style=CHECK_STYLES[check["status"]])
         table.add_row(status, check["name"], detail)
-    out().print(table)
+    print_table(table)

@@ -64,7 +64,7 @@ def queue_job(store: JobStore, submission: Submission, say: Say) -> Job:
 
     say: gets each note about what was bound or is worth knowing
 
-    Raises SpecError, DatasetError, ResultsError, EngineError: the job cannot run as asked.
+    Raises SpecError, DatasetError, OutputError, EngineError: the job cannot run as asked.
     """
     spec, key = submission.spec, submission.key
     if key is not None and (first := store.job_by_key(key)) is not None:

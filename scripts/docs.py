@@ -75,18 +75,15 @@ def _option_tables(command: Any) -> Iterator[str]:
         if option.param_type_name == "option" and not set(option.opts) & set(HIDDEN):
             panels.setdefault(getattr(option, "rich_help_panel", None), []).append(option)
     for panel, options in panels.items():
-        rows = [f"| {panel or 'Option'} | | |", "|---|---|---|", *map(_row, options)]
+        rows = [f"| {panel or 'Option'} | |", "|---|---|", *map(_row, options)]
         yield "\n".join(rows)
 
 
 def _row(option: Any) -> str:
-    flags = ", ".join(f"`{flag}`" for flag in sorted(option.opts, key=len, reverse=True))
+    opts = sorted(option.opts, key=len, reverse=True)
+    flags = ", ".join(f"`{flag}`" for flag in (*opts, *option.secondary_opts))
     metavar = "" if option.is_flag else f" `{_escaped(option.metavar or 'TEXT')}`"
-    shown = option.show_default
-    default = f"default: {shown}" if isinstance(shown, str) else " "
-    if option.required:
-        default = "required"
-    return f"| {flags}{metavar} | {_escaped(option.help)} | {default} |".replace("|   |", "| |")
+    return f"| {flags}{metavar} | {_escaped(option.help)} |"
 
 
 def _escaped(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine import FinishedRow
+from engine import ROW_ERROR_CODES, FinishedRow
 from jobs.control import RunnerLock, runner_status
 from jobs.home import HOME_VARIABLE, Home
 from jobs.job_run import error_limit
@@ -24,6 +24,7 @@ from jobs.runner import Runner
 from jobs.stop_signal import StopSignal
 from jobs.store import JobStore
 from ntx_batch import client
+from ntx_batch.actions import INPUT_ERROR_CODES, hopeless_rows
 from ntx_batch.submission import queue_job as queue_submission
 from ntx_batch.submission import read_submission
 from tests.cli_helpers import MODEL, Ran, run_here, write_prompts
@@ -161,7 +162,8 @@ def test_pause_and_resume_lose_and_double_no_row(
 ) -> None:
     with runner(home) as drivers:
         wait_rows(store, job)
-        assert "paused; its" in ntx("pause", job.id).err
+        said = ntx("pause", job.id).err
+        assert "paused; its" in said and f"go on with `ntx-batch resume {job.id}`" in said
         assert ntx("pause", job.id).err.strip() == f"job {job.id} was already paused"
         assert ntx("wait", job.id).code == 5
         paused = store.job(job.id)
@@ -280,6 +282,16 @@ def test_a_live_runner_is_not_taken_for_dead(ntx: Command, home: Home, store: Jo
         assert json.loads(ntx("runner", "status", "--json").out)["state"] == "running"
 
 
+def test_a_pause_need_not_be_waited_for(home: Home, store: JobStore, job: Job) -> None:
+    store.claim_job()
+    with RunnerLock(home):
+        said = client.JobHandle(job.id, home).pause(wait=False)
+    assert said == (
+        f"job {job.id} will be paused when its sweep ends; go on with `ntx-batch resume {job.id}`"
+    )
+    assert (store.job(job.id).state, store.job(job.id).request) == ("running", "pause")
+
+
 def test_a_pause_does_not_take_back_a_cancel(store: JobStore, job: Job) -> None:
     store.claim_job()
     store.set_request(job.id, "cancel")
@@ -290,6 +302,25 @@ def test_a_pause_does_not_take_back_a_cancel(store: JobStore, job: Job) -> None:
 
 
 # ---- retry and rm ------------------------------------------------------------------------
+
+
+def test_retry_says_how_many_rows_their_input_fails(
+    ntx: Command, home: Home, store: JobStore, job: Job
+) -> None:
+    codes = {5: "empty_prompt", 8: "invalid_row", 40: "worker_crashed", 50: "empty_prompt"}
+
+    def answer(row: int) -> FinishedRow:
+        return bad_row(row, codes[row]) if row in codes else ok_row(row)
+
+    with runner(home, answer=answer):
+        wait_over(store, job)
+        said = ntx("retry", job.id).err
+    assert (
+        "warning: 3 of 4 rows failed for reasons in their input and will fail again "
+        "(2 empty_prompt, 1 invalid_row): correct the input and submit it anew" in said
+    )
+    assert hopeless_rows({"worker_crashed": 2, "kv_cache_exceeded": 1}) is None
+    assert set(ROW_ERROR_CODES) > INPUT_ERROR_CODES
 
 
 def test_retry_prints_the_new_job_and_results_show_its_rows(

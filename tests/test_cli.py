@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -32,7 +33,7 @@ from tests.cli_helpers import (
 from tests.gguf_factory import write_tiny_model
 from tests.golden import GOLDEN
 from tests.job_factories import bad_row, finish_rows, ok_row
-from tests.runner_helpers import make_home
+from tests.runner_helpers import make_home, wait_until
 
 LATER = ("schedule",)
 STATUS_KEYS = {
@@ -144,12 +145,6 @@ def test_submit_refuses_before_it_queues(
     assert json.loads(ntx("list", "--json").out) == []
 
 
-def test_submit_refuses_a_model_that_is_none(ntx: Command, prompts: Path) -> None:
-    ran = ntx("submit", prompts, "--model", ROOT / "README.md")
-    assert ran.code == 2
-    assert "not a GGUF file" in ran.err
-
-
 def test_submit_refuses_an_input_that_is_none(ntx: Command, tmp_path: Path) -> None:
     ran = ntx("submit", tmp_path / "nowhere.parquet", "--model", MODEL)
     assert ran.code == 2
@@ -254,7 +249,7 @@ def test_results_head_counts_rows(ntx: Command, job: Job, tmp_path: Path) -> Non
 
 def test_a_file_of_an_unknown_kind_is_refused(ntx: Command, job: Job, tmp_path: Path) -> None:
     ran = ntx("results", job.id, "-o", tmp_path / "answers.xls")
-    assert ran.code == 1
+    assert ran.code == 2
     assert ".jsonl" in ran.err
 
 
@@ -333,10 +328,15 @@ def test_inspect_tokenize_shows_bos_once(ntx: Command) -> None:
     assert [int(line.split("\t")[0]) for line in lines] == found["ids"]
 
 
-def test_inspect_a_file_that_is_none(ntx: Command) -> None:
-    ran = ntx("inspect", ROOT / "README.md")
-    assert (ran.code, ran.out) == (1, "")
-    assert "not a GGUF file" in ran.err
+@pytest.mark.parametrize("name", ["README.md", "nowhere.gguf"])
+def test_a_model_that_is_none_is_usage_wherever_it_is_named(
+    ntx: Command, prompts: Path, name: str
+) -> None:
+    said = "not a GGUF file" if (ROOT / name).exists() else "nowhere.gguf"
+    for arguments in (("inspect", ROOT / name), ("submit", prompts, "--model", ROOT / name)):
+        ran = ntx(*arguments)
+        assert (ran.code, ran.out) == (2, "")
+        assert said in ran.err
 
 
 # ---- the whole path ------------------------------------------------------------------------
@@ -381,21 +381,43 @@ def test_submit_answers_at_once_and_the_second_queues(work: Path) -> None:
     assert first["finished_at"] <= second["started_at"]
 
 
-def test_interrupting_run_stops_the_job_and_keeps_its_rows(work: Path) -> None:
-    prompts = write_prompts(work / "long.parquet", ["word"] * 2000)
+@contextmanager
+def long_run(work: Path, name: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A `run` with some rows finished and many to go: its job's id, and the process."""
+    prompts = write_prompts(work / f"{name}.parquet", ["word"] * 2000)
     arguments = (prompts, "--model", MODEL, "--max-tokens", "200", "--ignore-eos")
     with started_process(work / "home", "run", *arguments) as process:
         assert process.stdout is not None
         job_id = process.stdout.readline().strip()
         wait_for_rows(work / "home", job_id)
+        yield job_id, process
+
+
+def test_interrupting_run_pauses_the_job_and_keeps_its_rows(work: Path) -> None:
+    with long_run(work, "once") as (job_id, process):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"job {job_id} stopped" in err
     with JobStore(Home.open(work / "home").state_path) as store:
         job = store.job(job_id)
         assert job.state == "paused"
         assert len(store.done_rows(job_id)) == job.num_ok > 0
+    kept = f"job {job_id} paused; its {job.num_ok} finished rows are kept; go on with"
+    assert f"{kept} `ntx-batch resume {job_id}`" in err
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 0.02])
+def test_interrupting_run_twice_pauses_the_job_too(work: Path, apart_s: float) -> None:
+    with long_run(work, f"twice {apart_s}") as (job_id, process):
+        process.send_signal(signal.SIGINT)
+        time.sleep(apart_s)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"go on with `ntx-batch resume {job_id}`" in err
+    with JobStore(Home.open(work / "home").state_path) as store:
+        wait_until(lambda: store.job(job_id).state != "running")
+        assert store.job(job_id).state == "paused"
 
 
 def wait_for_rows(home: Path, job_id: str) -> None:

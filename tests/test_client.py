@@ -90,6 +90,17 @@ def finished_job(folder: Path) -> client.JobHandle:
     return client.JobHandle(job.id, home)
 
 
+def test_a_handle_shows_its_id_alone(tmp_path: Path) -> None:
+    assert repr(client.JobHandle("d255kpmevbm8", Home(tmp_path))) == "JobHandle(id='d255kpmevbm8')"
+
+
+def test_an_empty_id_names_no_job(tmp_path: Path) -> None:
+    with JobStore(Home.open(tmp_path).state_path) as store:
+        make_job(store)
+    with pytest.raises(JobNotFoundError, match="is empty"):
+        client.job("", home=tmp_path)
+
+
 def test_a_prefix_that_fits_several_jobs_is_refused(tmp_path: Path) -> None:
     with JobStore(Home.open(tmp_path).state_path) as store:
         first, second = make_job(store).id, make_job(store).id

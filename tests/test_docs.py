@@ -14,8 +14,11 @@ import pytest
 import kernels
 import ntx_batch
 from jobs.records import RESULT_COLUMNS
+from jobs.store import JobStore
 from ntx_batch.cli import command_tree
+from ntx_batch.status import status_record
 from scripts.docs import REFERENCE, commands, reference
+from tests.job_factories import make_job
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -63,7 +66,11 @@ def test_commands_in_the_pages_exist_with_their_options(page: Path) -> None:
         if words[1:] == ["COMMAND", "--help"]:
             continue
         command, rest = command_of(words)
-        known = {flag for parameter in command.params for flag in parameter.opts}
+        known = {
+            flag
+            for parameter in command.params
+            for flag in (*parameter.opts, *parameter.secondary_opts)
+        }
         assert {word for word in rest if re.match(r"--?[a-z]", word)} <= known, words
 
 
@@ -92,6 +99,16 @@ def test_how_to_lists_the_result_columns_in_order() -> None:
         name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
     ]
     assert tuple(names) == RESULT_COLUMNS
+
+
+def test_how_to_lists_the_fields_of_a_status_in_order(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "how-to.md").read_text()
+    table = text.split("| field | what it holds |\n")[1].split("\n\n")[0]
+    names = [
+        name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    ]
+    with JobStore(tmp_path / "state.sqlite") as store:
+        assert names == list(status_record(make_job(store), 0.0))
 
 
 def test_every_dependency_has_its_reason() -> None:

@@ -28,7 +28,7 @@ HOMES = {
         "jobs/results.py",
     },
     "sqlite3": {"jobs/database.py"},
-    "typer": {"ntx_batch/cli.py"},
+    "typer": {"ntx_batch/cli.py", "ntx_batch/cli_options.py"},
     "cupy": {"kernels/cuda/"},
 }
 
