@@ -111,3 +111,19 @@ def test_rows_alone_in_a_batch_shuffled_and_in_chunks_are_the_same(ops: Any, nam
     for settings in ({"sweep_tokens": 7}, {"sweep_tokens": 300}, {"expand": "always"}):
         with open_engine(ops, name, **settings) as engine:
             assert run_rows(engine, requests) == alone, settings
+
+
+@pytest.mark.parametrize("host_share", [0.5, 1.0])
+def test_weights_in_host_memory_give_the_same_bytes(ops: Any, host_share: float) -> None:
+    requests = prompts()
+    with open_engine(ops, "llama-q4_k_m") as engine:
+        expected = run_rows(engine, requests)
+    tiered = open_ops(host_share=host_share)
+    with open_engine(tiered, "llama-q4_k_m", sweep_tokens=50) as engine:
+        copies = []
+        for _ in range(2):
+            assert run_rows(engine, requests) == expected
+            copies.append(tiered.host_tier.nbytes_copied)
+        assert engine.logits(requests[0].token_ids, kv_type="f16").shape[0] > 0
+    assert tiered.host_tier.nbytes > 0 and copies[1] > copies[0] > 0
+    tiered.close()

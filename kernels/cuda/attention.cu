@@ -121,6 +121,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
               float* __restrict__ partial_sums, float2* __restrict__ partial_stats) {
   constexpr int kRows = 16 * kTiles, kParts = Operand<T>::kParts;
   constexpr int kValueTiles = kValue / 8, kOwnTiles = (kValueTiles + kWarps - 1) / kWarps;
+  constexpr int kPagesAtOnce = kParts == 1 && kOwnTiles <= 4 ? 2 : 1;  // in flight, in registers
   __shared__ __align__(16) Matrix<T, kRows, kKey> queries;
   __shared__ __align__(16) Matrix<T, kRows, kBlock> weights;
   __shared__ float warp_mosts[kWarps][kRows], warp_totals[kWarps][kRows];
@@ -259,27 +260,37 @@ __global__ void __launch_bounds__(kWarps* kWarp)
         for (int j = 0; j < 4; ++j) block_sums[tile][i][j] = 0.0f;
       }
     }
-    for (int in_block = 0; in_block < kBlockPages; ++in_block) {
-      const int number = block * kBlockPages + in_block;
-      if (number >= num_pages) break;
-      const i64 page = (first_page + row_pages[number]) * num_kv_heads + kv_head;
-      const T* value_page = values + page * kValue * kPage;
-      const int count = last_position + 1 - number * kPage - t * 8;
-      Operand<T> value[kOwnTiles];
+    for (int in_block = 0; in_block < kBlockPages; in_block += kPagesAtOnce) {
+      if (block * kBlockPages + in_block >= num_pages) break;
+      Operand<T> value[kPagesAtOnce][kOwnTiles] = {};
 #pragma unroll
-      for (int i = 0; i < kOwnTiles; ++i) {
-        const int dimension = (warp + i * kWarps) * 8 + quad;
-        if (dimension < kValue) value[i].load(value_page + dimension * kPage + t * 8, count);
-      }
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        uint4 upper[kParts], lower[kParts];
-        weights.load(tile * 16 + quad, in_block * kPage + t * 8, upper);
-        weights.load(tile * 16 + 8 + quad, in_block * kPage + t * 8, lower);
+      for (int ahead = 0; ahead < kPagesAtOnce; ++ahead) {
+        const int number = block * kBlockPages + in_block + ahead;
+        if (number >= num_pages) continue;
+        const i64 page = (first_page + row_pages[number]) * num_kv_heads + kv_head;
+        const T* value_page = values + page * kValue * kPage;
+        const int count = last_position + 1 - number * kPage - t * 8;
 #pragma unroll
         for (int i = 0; i < kOwnTiles; ++i) {
-          if (warp + i * kWarps < kValueTiles) {
-            multiply<T>(block_sums[tile][i], upper, lower, value[i]);
+          const int dimension = (warp + i * kWarps) * 8 + quad;
+          if (dimension < kValue) {
+            value[ahead][i].load(value_page + dimension * kPage + t * 8, count);
+          }
+        }
+      }
+#pragma unroll
+      for (int ahead = 0; ahead < kPagesAtOnce; ++ahead) {
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          const int column = (in_block + ahead) * kPage + t * 8;
+          uint4 upper[kParts], lower[kParts];
+          weights.load(tile * 16 + quad, column, upper);
+          weights.load(tile * 16 + 8 + quad, column, lower);
+#pragma unroll
+          for (int i = 0; i < kOwnTiles; ++i) {
+            if (warp + i * kWarps < kValueTiles) {
+              multiply<T>(block_sums[tile][i], upper, lower, value[ahead][i]);
+            }
           }
         }
       }

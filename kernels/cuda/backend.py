@@ -10,6 +10,7 @@ import cupy as cp
 import numpy as np
 
 from kernels.cuda import matrix
+from kernels.cuda.host_tier import HostTier
 from kernels.cuda.matrix import CudaMatrix, DeviceArray
 from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, get_kernel
 from kernels.cuda.plan import SweepPlan, plan_sweep
@@ -52,15 +53,30 @@ class CudaOps:
 
     device: index among the visible GPUs
     library: whether products may use the vendor's library; see `kernels.cuda.product`
+    host_share: share of the quantised weights' bytes that stays in pinned host memory, spread
+        evenly over them, and is copied to the device ahead of each use
+    ahead_nbytes: how much of it is copied ahead
     """
 
     name = "cuda"
     num_workers = 1
 
-    def __init__(self, device: int = 0, *, library: bool = True) -> None:
+    def __init__(
+        self,
+        device: int = 0,
+        *,
+        library: bool = True,
+        host_share: float = 0.0,
+        ahead_nbytes: int = 1 << 30,
+    ) -> None:
+        if not 0 <= host_share <= 1:
+            raise KernelError(f"host_share is {host_share}; give a share from 0 to 1")
         self._device = _open_device(device)
         self._device.use()
         self.products = Products(library=library)
+        self.host_tier = HostTier(ahead_nbytes)
+        self._host_share = host_share
+        self._weights_nbytes = 0
         self._partials: tuple[DeviceArray, DeviceArray] | None = None
 
     @property
@@ -69,6 +85,7 @@ class CudaOps:
         return str(properties["name"].decode())
 
     def close(self) -> None:
+        self.host_tier.close()
         self.products.close()
         self._partials = None
 
@@ -77,7 +94,14 @@ class CudaOps:
             body(0)
 
     def pack(self, tensors: Sequence[BlockTensor], *, expand: bool) -> CudaMatrix:
-        return matrix.pack(tensors, expand=expand)
+        nbytes = sum(tensor.data.nbytes for tensor in tensors)
+        if expand:
+            return matrix.pack(tensors, expand=True)
+        self._weights_nbytes += nbytes
+        share = self._host_share * self._weights_nbytes
+        if self.host_tier.nbytes + nbytes / 2 < share:
+            return self.host_tier.hold(tensors)
+        return matrix.pack(tensors, expand=False)
 
     def empty(self, num_rows: int, width: int) -> Float32:
         buffer: Float32 = cp.empty((num_rows, width), np.float32)
@@ -164,7 +188,14 @@ class CudaOps:
     ) -> None:
         assert x.shape[1] == weight.num_inputs, (x.shape, weight.num_inputs)
         assert out.shape == (len(x), weight.num_outputs), (out.shape, len(x), weight.num_outputs)
-        self.products.matmul(x, weight, out, bias, accumulate)
+        if weight not in self.host_tier:
+            self.products.matmul(x, weight, out, bias, accumulate)
+            return
+        on_device = self.host_tier.acquire(weight)
+        try:
+            self.products.matmul(x, on_device, out, bias, accumulate)
+        finally:
+            self.host_tier.release()
 
     def rope_store(
         self,

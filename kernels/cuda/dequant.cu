@@ -5,17 +5,38 @@ __device__ __forceinline__ float half_at(const u8* at) {
   return __half2float(__ushort_as_half(*reinterpret_cast<const u16*>(at)));
 }
 
-// 8 bytes at an even address.
-struct Bytes8 {
-  u16 words[4];
-  __device__ __forceinline__ explicit Bytes8(const u8* at) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = reinterpret_cast<const u16*>(at)[i];
+// 8 bytes; kAlign: what every block of the type keeps their address a multiple of
+template <int kAlign>
+__device__ __forceinline__ uint2 load8(const u8* at) {
+  if constexpr (kAlign == 8) return *reinterpret_cast<const uint2*>(at);
+  if constexpr (kAlign == 4) {
+    const u32* words = reinterpret_cast<const u32*>(at);
+    return {words[0], words[1]};
   }
-  __device__ __forceinline__ int operator[](int i) const { return words[i / 2] >> 8 * (i % 2) & 255; }
-};
+  const u16* words = reinterpret_cast<const u16*>(at);
+  return {words[0] | u32(words[1]) << 16, words[2] | u32(words[3]) << 16};
+}
 
-__device__ __forceinline__ float scaled(float scale, int q) { return __fmul_rn(scale, float(q)); }
+// The bits `mask` of each byte, from bit `shift` on.
+__device__ __forceinline__ uint2 bits(uint2 bytes, int shift, u32 mask) {
+  mask *= 0x01010101u;
+  return {bytes.x >> shift & mask, bytes.y >> shift & mask};
+}
+
+__device__ __forceinline__ uint2 join(uint2 low, uint2 high, int shift) {
+  return {low.x | high.x << shift, low.y | high.y << shift};
+}
+
+// Bit i of `packed` as byte i, 0 or 1.
+__device__ __forceinline__ uint2 spread(u32 packed) {
+  return {(packed & 15) * 0x00204081u & 0x01010101u, (packed >> 4) * 0x00204081u & 0x01010101u};
+}
+
+// Byte i less `bias`, times scale. 2**23 + byte is exact, and so is what is left of it.
+__device__ __forceinline__ float scaled(float scale, uint2 bytes, int i, int bias) {
+  const u32 word = __byte_perm(i < 4 ? bytes.x : bytes.y, 0x4b000000u, 0x7650 | i % 4);
+  return __fmul_rn(scale, __fsub_rn(__int_as_float(word), 8388608.0f + bias));
+}
 
 struct F32 {
   static constexpr int kSize = 8, kBytes = 32;
@@ -47,10 +68,9 @@ struct Q4_0 {
   static constexpr int kSize = 32, kBytes = 18;
   static __device__ __forceinline__ void decode(const u8* block, int first, float* out) {
     const float d = half_at(block);
-    const Bytes8 q(block + 2 + first % 16);
-    const int shift = first / 16 * 4;
+    const uint2 q = bits(load8<2>(block + 2 + first % 16), first / 16 * 4, 15);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) out[i] = scaled(d, (q[i] >> shift & 15) - 8);
+    for (int i = 0; i < 8; ++i) out[i] = scaled(d, q, i, 8);
   }
 };
 
@@ -58,10 +78,9 @@ struct Q4_1 {
   static constexpr int kSize = 32, kBytes = 20;
   static __device__ __forceinline__ void decode(const u8* block, int first, float* out) {
     const float d = half_at(block), m = half_at(block + 2);
-    const Bytes8 q(block + 4 + first % 16);
-    const int shift = first / 16 * 4;
+    const uint2 q = bits(load8<4>(block + 4 + first % 16), first / 16 * 4, 15);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) out[i] = __fadd_rn(scaled(d, q[i] >> shift & 15), m);
+    for (int i = 0; i < 8; ++i) out[i] = __fadd_rn(scaled(d, q, i, 0), m);
   }
 };
 
@@ -70,13 +89,10 @@ struct Q5_0 {
   static constexpr int kSize = 32, kBytes = 22;
   static __device__ __forceinline__ void decode(const u8* block, int first, float* out) {
     const float d = half_at(block);
-    const int high = block[2 + first / 8];
-    const Bytes8 q(block + 6 + first % 16);
-    const int shift = first / 16 * 4;
+    const uint2 low = bits(load8<2>(block + 6 + first % 16), first / 16 * 4, 15);
+    const uint2 q = join(low, spread(block[2 + first / 8]), 4);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      out[i] = scaled(d, (q[i] >> shift & 15 | (high >> i & 1) << 4) - 16);
-    }
+    for (int i = 0; i < 8; ++i) out[i] = scaled(d, q, i, 16);
   }
 };
 
@@ -84,13 +100,10 @@ struct Q5_1 {
   static constexpr int kSize = 32, kBytes = 24;
   static __device__ __forceinline__ void decode(const u8* block, int first, float* out) {
     const float d = half_at(block), m = half_at(block + 2);
-    const int high = block[4 + first / 8];
-    const Bytes8 q(block + 8 + first % 16);
-    const int shift = first / 16 * 4;
+    const uint2 low = bits(load8<8>(block + 8 + first % 16), first / 16 * 4, 15);
+    const uint2 q = join(low, spread(block[4 + first / 8]), 4);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      out[i] = __fadd_rn(scaled(d, q[i] >> shift & 15 | (high >> i & 1) << 4), m);
-    }
+    for (int i = 0; i < 8; ++i) out[i] = __fadd_rn(scaled(d, q, i, 0), m);
   }
 };
 
@@ -98,9 +111,10 @@ struct Q8_0 {
   static constexpr int kSize = 32, kBytes = 34;
   static __device__ __forceinline__ void decode(const u8* block, int first, float* out) {
     const float d = half_at(block);
-    const Bytes8 q(block + 2 + first);
+    const uint2 q = load8<2>(block + 2 + first);
+    const uint2 offset = {q.x ^ 0x80808080u, q.y ^ 0x80808080u};  // signed to 0 ... 255
 #pragma unroll
-    for (int i = 0; i < 8; ++i) out[i] = scaled(d, static_cast<signed char>(q[i]));
+    for (int i = 0; i < 8; ++i) out[i] = scaled(d, offset, i, 128);
   }
 };
 
@@ -108,12 +122,12 @@ struct Q2_K {
   static constexpr int kSize = 256, kBytes = 84;
   static __device__ __forceinline__ void decode(const u8* block, int first, float* out) {
     const int packed = block[first / 16];
-    const float scale = scaled(half_at(block + 80), packed & 15);
-    const float offset = scaled(half_at(block + 82), packed >> 4);
-    const Bytes8 q(block + 16 + first / 128 * 32 + first % 32);
-    const int shift = first / 32 % 4 * 2;
+    const float scale = __fmul_rn(half_at(block + 80), float(packed & 15));
+    const float offset = __fmul_rn(half_at(block + 82), float(packed >> 4));
+    const uint2 bytes = load8<4>(block + 16 + first / 128 * 32 + first % 32);
+    const uint2 q = bits(bytes, first / 32 % 4 * 2, 3);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) out[i] = __fsub_rn(scaled(scale, q[i] >> shift & 3), offset);
+    for (int i = 0; i < 8; ++i) out[i] = __fsub_rn(scaled(scale, q, i, 0), offset);
   }
 };
 
@@ -125,14 +139,12 @@ struct Q3_K {
     return (low | high << 4) - 32;
   }
   static __device__ __forceinline__ void decode(const u8* block, int first, float* out) {
-    const float scale = scaled(half_at(block + 108), scale_of(block + 96, first / 16));
-    const Bytes8 mask(block + first % 32);
-    const Bytes8 q(block + 32 + first / 128 * 32 + first % 32);
-    const int shift = first / 32 % 4 * 2, plane = first / 32;
+    const float scale = __fmul_rn(half_at(block + 108), float(scale_of(block + 96, first / 16)));
+    const uint2 high = bits(load8<2>(block + first % 32), first / 32, 1);
+    const uint2 bytes = load8<2>(block + 32 + first / 128 * 32 + first % 32);
+    const uint2 q = join(bits(bytes, first / 32 % 4 * 2, 3), high, 2);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      out[i] = scaled(scale, (q[i] >> shift & 3) + (mask[i] >> plane & 1) * 4 - 4);
-    }
+    for (int i = 0; i < 8; ++i) out[i] = scaled(scale, q, i, 4);
   }
 };
 
@@ -154,12 +166,12 @@ struct Q4_K {
   static constexpr int kSize = 256, kBytes = 144;
   static __device__ __forceinline__ void decode(const u8* block, int first, float* out) {
     const KScale k(block + 4, first / 32);
-    const float scale = scaled(half_at(block), k.scale);
-    const float offset = scaled(half_at(block + 2), k.minimum);
-    const Bytes8 q(block + 16 + first / 64 * 32 + first % 32);
-    const int shift = first / 32 % 2 * 4;
+    const float scale = __fmul_rn(half_at(block), float(k.scale));
+    const float offset = __fmul_rn(half_at(block + 2), float(k.minimum));
+    const uint2 bytes = load8<8>(block + 16 + first / 64 * 32 + first % 32);
+    const uint2 q = bits(bytes, first / 32 % 2 * 4, 15);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) out[i] = __fsub_rn(scaled(scale, q[i] >> shift & 15), offset);
+    for (int i = 0; i < 8; ++i) out[i] = __fsub_rn(scaled(scale, q, i, 0), offset);
   }
 };
 
@@ -167,16 +179,13 @@ struct Q5_K {
   static constexpr int kSize = 256, kBytes = 176;
   static __device__ __forceinline__ void decode(const u8* block, int first, float* out) {
     const KScale k(block + 4, first / 32);
-    const float scale = scaled(half_at(block), k.scale);
-    const float offset = scaled(half_at(block + 2), k.minimum);
-    const Bytes8 high(block + 16 + first % 32);
-    const Bytes8 q(block + 48 + first / 64 * 32 + first % 32);
-    const int shift = first / 32 % 2 * 4, plane = first / 32;
+    const float scale = __fmul_rn(half_at(block), float(k.scale));
+    const float offset = __fmul_rn(half_at(block + 2), float(k.minimum));
+    const uint2 high = bits(load8<8>(block + 16 + first % 32), first / 32, 1);
+    const uint2 bytes = load8<8>(block + 48 + first / 64 * 32 + first % 32);
+    const uint2 q = join(bits(bytes, first / 32 % 2 * 4, 15), high, 4);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int value = q[i] >> shift & 15 | (high[i] >> plane & 1) << 4;
-      out[i] = __fsub_rn(scaled(scale, value), offset);
-    }
+    for (int i = 0; i < 8; ++i) out[i] = __fsub_rn(scaled(scale, q, i, 0), offset);
   }
 };
 
@@ -184,14 +193,12 @@ struct Q6_K {
   static constexpr int kSize = 256, kBytes = 210;
   static __device__ __forceinline__ void decode(const u8* block, int first, float* out) {
     const int group_scale = static_cast<signed char>(block[192 + first / 16]);
-    const float scale = scaled(half_at(block + 208), group_scale);
-    const Bytes8 low(block + first / 128 * 64 + first % 64);
-    const Bytes8 high(block + 128 + first / 128 * 32 + first % 32);
-    const int shift = first / 64 % 2 * 4, plane = first / 32 % 4 * 2;
+    const float scale = __fmul_rn(half_at(block + 208), float(group_scale));
+    const uint2 low = load8<2>(block + first / 128 * 64 + first % 64);
+    const uint2 high = load8<2>(block + 128 + first / 128 * 32 + first % 32);
+    const uint2 q = join(bits(low, first / 64 % 2 * 4, 15), bits(high, first / 32 % 4 * 2, 3), 4);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      out[i] = scaled(scale, (low[i] >> shift & 15 | (high[i] >> plane & 3) << 4) - 32);
-    }
+    for (int i = 0; i < 8; ++i) out[i] = scaled(scale, q, i, 32);
   }
 };
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cupy as cp
@@ -21,7 +21,7 @@ DeviceArray = Any  # a cupy.ndarray; CuPy has no types
 
 @dataclass(frozen=True, slots=True)
 class CudaPart:
-    """One tensor of a packed weight. blocks: (num_outputs, row_nbytes) uint8 on the device."""
+    """One tensor of a packed weight. blocks: (num_outputs, row_nbytes) uint8."""
 
     type_name: str
     first_output: int
@@ -29,7 +29,7 @@ class CudaPart:
     blocks: DeviceArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CudaMatrix:
     """parts: in order of their outputs. halves: (num_outputs, num_inputs) float16, or None."""
 
@@ -50,19 +50,26 @@ class CudaMatrix:
 
 def pack(tensors: Sequence[BlockTensor], *, expand: bool) -> CudaMatrix:
     """Copy tensors to the device. Raises UnsupportedTypeError, KernelError."""
-    num_inputs = tensors[0].num_inputs
-    parts, first_output = [], 0
-    for tensor in tensors:
-        _check_tensor(tensor, num_inputs)
-        blocks = cp.asarray(np.ascontiguousarray(tensor.data))
-        parts.append(CudaPart(tensor.type.name, first_output, tensor.num_outputs, blocks))
-        first_output += tensor.num_outputs
-    matrix = CudaMatrix(first_output, num_inputs, tuple(parts), None)
+    matrix = pack_parts(tensors, lambda _, data: cp.asarray(data))
     if not expand:
         return matrix
-    halves = cp.empty((first_output, num_inputs), cp.float16)
+    halves = cp.empty((matrix.num_outputs, matrix.num_inputs), cp.float16)
     dequantize(matrix, 0, halves)
-    return CudaMatrix(first_output, num_inputs, matrix.parts, halves)
+    return replace(matrix, halves=halves)
+
+
+def pack_parts(
+    tensors: Sequence[BlockTensor], place: Callable[[int, np.ndarray], DeviceArray]
+) -> CudaMatrix:
+    """A matrix of checked tensors; `place` puts the bytes of each where the kernels read them."""
+    num_inputs = tensors[0].num_inputs
+    parts, first_output = [], 0
+    for index, tensor in enumerate(tensors):
+        _check_tensor(tensor, num_inputs)
+        blocks = place(index, np.ascontiguousarray(tensor.data))
+        parts.append(CudaPart(tensor.type.name, first_output, tensor.num_outputs, blocks))
+        first_output += tensor.num_outputs
+    return CudaMatrix(first_output, num_inputs, tuple(parts), None)
 
 
 def dequantize(weight: CudaMatrix, begin: int, halves: DeviceArray) -> None:

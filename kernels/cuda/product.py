@@ -11,14 +11,13 @@ our own takes over. Four tiles go together where that, too, gives the bytes of f
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from typing import Any
 
 import cupy as cp
 import numpy as np
-from cupy.cuda import cublas
 
+from kernels.cuda.library import Library, open_library
 from kernels.cuda.matrix import CudaMatrix, DeviceArray, dequantize
 from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, get_kernel
 from kernels.ops import KernelError
@@ -28,7 +27,6 @@ WIDE_TOKENS = 4 * TILE_TOKENS
 SLAB_NBYTES = 1 << 30  # halves of a weight that are decoded at once
 ALIGNMENT = 512  # of what CuPy allocates
 _THREADS = 256
-_CUDA_R_16F, _CUDA_R_32F, _COMPUTE_32F, _DEFAULT_ALGORITHM = 2, 0, 68, -1
 
 
 class Products:
@@ -38,17 +36,15 @@ class Products:
     """
 
     def __init__(self, *, library: bool = True) -> None:
-        self._handle = cublas.create() if library else None
-        self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        self._library = open_library() if library else None
         self._by_library: dict[tuple[int, int], bool] = {}
         self._is_wide: dict[tuple[int, int], bool] = {}
         self._scratch: dict[str, DeviceArray] = {}
 
     def close(self) -> None:
         self._scratch.clear()
-        if self._handle is not None:
-            cublas.destroy(self._handle)
-            self._handle = None
+        if self._library is not None:
+            self._library.close()
 
     def paths(self) -> dict[tuple[int, int], tuple[str, int]]:
         """What served each shape (num_outputs, num_inputs) so far, and its most tokens at once."""
@@ -118,81 +114,26 @@ class Products:
 
     def _multiply(self, x: DeviceArray, outputs: DeviceArray, sums: DeviceArray) -> None:
         if self._goes_by_library(outputs.shape):
-            self._library_product(x, outputs, sums)
+            assert self._library is not None
+            self._library.product(x, outputs, sums)
         else:
             _own_product(x, outputs, sums)
 
     def _goes_by_library(self, shape: tuple[int, int]) -> bool:
         if shape not in self._by_library:
-            self._by_library[shape] = self._handle is not None and self._is_uniform(shape)
+            self._by_library[shape] = self._library is not None and _is_uniform(
+                self._library, shape
+            )
         return self._by_library[shape]
 
     def _may_go_wide(self, shape: tuple[int, int]) -> bool:
         if shape not in self._is_wide:
-            self._is_wide[shape] = self._goes_by_library(shape) and self._is_same_wide(shape)
-        return self._is_wide[shape]
-
-    def _is_same_wide(self, shape: tuple[int, int]) -> bool:
-        """Whether four tiles at once give the same bytes as one by one."""
-        num_outputs, num_inputs = shape
-        rng = np.random.default_rng(num_inputs)
-        x = _repeated_rows(rng, 61, (WIDE_TOKENS, num_inputs))
-        outputs = _repeated_rows(rng, 67, shape)
-        sums = cp.full((WIDE_TOKENS, num_outputs), cp.nan, cp.float32)
-        tile = cp.full((TILE_TOKENS, num_outputs), cp.nan, cp.float32)
-        self._library_product(x, outputs, sums)
-        for first in range(0, WIDE_TOKENS, TILE_TOKENS):
-            rows = slice(first, first + TILE_TOKENS)
-            self._library_product(x[rows], outputs, tile)
-            if not bool((tile.view(cp.int32) == sums[rows].view(cp.int32)).all()):
-                return False
-        return True
-
-    def _is_uniform(self, shape: tuple[int, int]) -> bool:
-        """Whether the library gives the same bytes at all places of the tile, and right ones."""
-        num_outputs, num_inputs = shape
-        rng = np.random.default_rng(num_outputs)
-        x = _repeated_rows(rng, 1, (TILE_TOKENS, num_inputs))
-        outputs = _repeated_rows(rng, min(num_outputs, 64), shape)
-        sums = cp.full((TILE_TOKENS, num_outputs), cp.nan, cp.float32)
-        self._library_product(x, outputs, sums)
-        bits = sums.view(cp.int32)
-        if not bool((bits == bits[:1]).all()):
-            return False
-        some = cp.asnumpy(outputs[:64]).astype(np.float64)
-        expected = some @ cp.asnumpy(x[0]).astype(np.float64)
-        error = np.abs(cp.asnumpy(sums[0, : len(some)]) - expected).max()
-        if not error <= 1e-3 * num_inputs**0.5:
-            raise KernelError(
-                f"the library's product of {num_outputs} x {num_inputs} halves is off by {error} "
-                f"on this GPU; expected at most {1e-3 * num_inputs**0.5:.3g}; check the driver"
+            self._is_wide[shape] = (
+                self._library is not None
+                and self._goes_by_library(shape)
+                and _is_same_wide(self._library, shape)
             )
-        return True
-
-    def _library_product(self, x: DeviceArray, outputs: DeviceArray, sums: DeviceArray) -> None:
-        # Row-major sums = x · outputsᵀ is column-major sumsᵀ = outputs · xᵀ.
-        num_outputs, num_inputs = outputs.shape
-        cublas.gemmEx(
-            self._handle,
-            cublas.CUBLAS_OP_T,
-            cublas.CUBLAS_OP_N,
-            num_outputs,
-            len(x),
-            num_inputs,
-            ctypes.addressof(self._one),
-            outputs.data.ptr,
-            _CUDA_R_16F,
-            num_inputs,
-            x.data.ptr,
-            _CUDA_R_16F,
-            num_inputs,
-            ctypes.addressof(self._zero),
-            sums.data.ptr,
-            _CUDA_R_32F,
-            num_outputs,
-            _COMPUTE_32F,
-            _DEFAULT_ALGORITHM,
-        )
+        return self._is_wide[shape]
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         """A part of a scratch buffer that lives on; the rows nobody wrote hold anything."""
@@ -202,6 +143,45 @@ class Products:
             self._scratch.pop(name, None)
             self._scratch[name] = cp.zeros(count, dtype)
         return self._scratch[name][:count].reshape(shape)
+
+
+def _is_same_wide(library: Library, shape: tuple[int, int]) -> bool:
+    """Whether four tiles at once give the same bytes as one by one."""
+    num_outputs, num_inputs = shape
+    rng = np.random.default_rng(num_inputs)
+    x = _repeated_rows(rng, 61, (WIDE_TOKENS, num_inputs))
+    outputs = _repeated_rows(rng, 67, shape)
+    sums = cp.full((WIDE_TOKENS, num_outputs), cp.nan, cp.float32)
+    tile = cp.full((TILE_TOKENS, num_outputs), cp.nan, cp.float32)
+    library.product(x, outputs, sums)
+    for first in range(0, WIDE_TOKENS, TILE_TOKENS):
+        rows = slice(first, first + TILE_TOKENS)
+        library.product(x[rows], outputs, tile)
+        if not bool((tile.view(cp.int32) == sums[rows].view(cp.int32)).all()):
+            return False
+    return True
+
+
+def _is_uniform(library: Library, shape: tuple[int, int]) -> bool:
+    """Whether the library gives the same bytes at all places of the tile, and right ones."""
+    num_outputs, num_inputs = shape
+    rng = np.random.default_rng(num_outputs)
+    x = _repeated_rows(rng, 1, (TILE_TOKENS, num_inputs))
+    outputs = _repeated_rows(rng, min(num_outputs, 64), shape)
+    sums = cp.full((TILE_TOKENS, num_outputs), cp.nan, cp.float32)
+    library.product(x, outputs, sums)
+    bits = sums.view(cp.int32)
+    if not bool((bits == bits[:1]).all()):
+        return False
+    some = cp.asnumpy(outputs[:64]).astype(np.float64)
+    expected = some @ cp.asnumpy(x[0]).astype(np.float64)
+    error = np.abs(cp.asnumpy(sums[0, : len(some)]) - expected).max()
+    if not error <= 1e-3 * num_inputs**0.5:
+        raise KernelError(
+            f"the library's product of {num_outputs} x {num_inputs} halves is off by {error} "
+            f"on this GPU; expected at most {1e-3 * num_inputs**0.5:.3g}; check the driver"
+        )
+    return True
 
 
 def _repeated_rows(rng: np.random.Generator, count: int, shape: tuple[int, int]) -> DeviceArray:
