@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +13,13 @@ import pytest
 import ntx_batch
 from jobs.control import stop_runner
 from jobs.home import Home
-from jobs.records import JobNotFoundError, RunnerError
+from jobs.records import Job, JobNotFoundError, RunnerError
 from jobs.store import JobStore
 from ntx_batch import client
 from ntx_batch.status import rates_of, status_record
-from tests.cli_helpers import MODEL, queue_job, write_prompts
+from tests.cli_helpers import MODEL, ROOT, queue_job, write_prompts
 from tests.job_factories import bad_row, finish_rows, make_job, ok_row
-from tests.runner_helpers import make_home
+from tests.runner_helpers import make_home, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,29 @@ def test_run_waits_and_writes_to_the_folder_asked_for(work: Path) -> None:
     found = ntx_batch.job(job.id[:10], home=work / "home")
     assert found.results() == job.results()
     assert ntx_batch.list_jobs(home=work / "home")[0] == job
+
+
+def test_run_pauses_its_job_when_interrupted_twice(work: Path) -> None:
+    home = work / "home"
+    prompts = write_prompts(work / "long.parquet", ["word"] * 2000)
+    options = {"model": str(MODEL), "max_tokens": 200, "ignore_eos": True, "home": str(home)}
+    code = f"import ntx_batch; ntx_batch.run({str(prompts)!r}, **{options})"
+    command = [sys.executable, "-c", code]
+
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:
+        wait_until(lambda: (found := long_job(home)) and found.num_ok)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert b"KeyboardInterrupt" in err
+    wait_until(lambda: (found := long_job(home)) and found.state != "running")
+    found = long_job(home)
+    assert found is not None and found.state == "paused"
+
+
+def long_job(home: Path) -> Job | None:
+    jobs = client.snapshots(home=home)
+    return next((job for job in jobs if job.spec.input.endswith("long.parquet")), None)
 
 
 def test_a_folder_with_files_is_refused(work: Path, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_one_signal_at_run_pauses_the_job(home: Home, tmp_path: Path, number: in
         _, err = run.communicate(timeout=30)
         assert time.monotonic() - signalled_at < STOPS_WITHIN_S
         assert run.returncode == 130
-        assert "stopped" in err
+        assert "paused; its" in err
         assert store.list_jobs()[0].state == "paused"
 
 
@@ -184,6 +184,6 @@ def test_two_signals_at_run_end_it_at_once(home: Home, tmp_path: Path) -> None:
         run.send_signal(signal.SIGINT)
         _, err = run.communicate(timeout=5)
         assert run.returncode == 130
-        assert "the runner stops job" in err
+        assert "will be paused when its sweep ends" in err
         os.kill(pid, signal.SIGCONT)
         wait_until(lambda: store.list_jobs()[0].state == "paused", 15)
