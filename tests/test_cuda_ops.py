@@ -112,9 +112,9 @@ def test_products_of_any_magnitude_stay_finite(ops: Any) -> None:
 
 @pytest.mark.parametrize("num_outputs", [256, 777])
 def test_a_product_depends_on_its_token_alone(ops: Any, num_outputs: int) -> None:
-    """Case 21: alone, in one tile, in four at once, and with magnitudes that need a scale."""
+    """Case 21: alone, in one tile, in eight at once, and with magnitudes that need a scale."""
     rng = np.random.default_rng(5)
-    x = rng.standard_normal((1300, 1024), dtype=np.float32)
+    x = rng.standard_normal((2900, 1024), dtype=np.float32)
     x[::3] *= 1e6
     tensor = random_tensor(rng, "Q4_K", num_outputs, 1024)
     weight, expanded = (ops.pack([tensor], expand=expand) for expand in (False, True))
@@ -123,7 +123,9 @@ def test_a_product_depends_on_its_token_alone(ops: Any, num_outputs: int) -> Non
     assert matmul(ops, x, expanded).tobytes() == together.tobytes()
     order = rng.permutation(len(x))
     assert matmul(ops, x[order], weight).tobytes() == together[order].tobytes()
-    for token in (0, 1, 255, 256, 1023, 1024, 1299):
+    for count in (300, 600, 1024, 2047):
+        assert matmul(ops, x[:count], weight).tobytes() == together[:count].tobytes(), count
+    for token in (0, 1, 255, 256, 2047, 2048, 2899):
         alone = matmul(ops, x[token : token + 1], weight)
         assert alone.tobytes() == together[token : token + 1].tobytes(), token
 

@@ -6,7 +6,7 @@ A token whose largest input is not well inside what halves hold has an exponent 
 near their top, so nothing overflows. A product of a weight always has the same shape and goes by
 the same algorithm, whatever the number of tokens; that a token's place in the tile does not matter
 either is checked once for each shape, on random data, and where the library fails it a kernel of
-our own takes over. Four tiles go together where that, too, gives the bytes of four tiles.
+our own takes over. Up to eight tiles go together where that, too, gives the bytes of one by one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, get_kernel
 from kernels.ops import KernelError
 
 TILE_TOKENS = 256
-WIDE_TOKENS = 4 * TILE_TOKENS
+TILES_AT_ONCE = (8, 4, 2)
 SLAB_NBYTES = 1 << 30  # halves of a weight that are decoded at once
 ALIGNMENT = 512  # of what CuPy allocates
 _THREADS = 256
@@ -38,7 +38,7 @@ class Products:
     def __init__(self, *, library: bool = True) -> None:
         self._library = open_library() if library else None
         self._by_library: dict[tuple[int, int], bool] = {}
-        self._is_wide: dict[tuple[int, int], bool] = {}
+        self._goes_at_once: dict[tuple[tuple[int, int], int], bool] = {}
         self._scratch: dict[str, DeviceArray] = {}
 
     def close(self) -> None:
@@ -47,12 +47,12 @@ class Products:
             self._library.close()
 
     def paths(self) -> dict[tuple[int, int], tuple[str, int]]:
-        """What served each shape (num_outputs, num_inputs) so far, and its most tokens at once."""
+        """What served each shape (num_outputs, num_inputs) so far, and its most tiles at once."""
+        most = dict.fromkeys(self._by_library, 1)
+        for (shape, tiles), passed in self._goes_at_once.items():
+            most[shape] = max(most[shape], tiles if passed else 1)
         return {
-            shape: (
-                "library" if by_library else "own",
-                WIDE_TOKENS if self._is_wide.get(shape) else TILE_TOKENS,
-            )
+            shape: ("library" if by_library else "own", most[shape])
             for shape, by_library in self._by_library.items()
         }
 
@@ -75,7 +75,7 @@ class Products:
             outputs = self._outputs(weight, begin, end)
             part_bias = None if bias is None else bias[begin:end]
             in_place = bias is None and not accumulate and len(outputs) == weight.num_outputs
-            for first, count in self._chunks(num_tokens, outputs.shape):
+            for first, count in self._chunks(num_tokens, outputs.shape, whole=in_place):
                 tokens = slice(first, min(first + count, num_tokens))
                 operand, target = halves[first : first + count], out[tokens]
                 if in_place and _may_hold_sums(target, count):
@@ -86,12 +86,18 @@ class Products:
                     self._multiply(operand, outputs, sums)
                     _finish(sums, exponents[tokens], part_bias, accumulate, target, begin)
 
-    def _chunks(self, num_tokens: int, shape: tuple[int, int]) -> Iterator[tuple[int, int]]:
-        """(first token, tokens) of the products of a weight's slab; the last may pass the end."""
+    def _chunks(
+        self, num_tokens: int, shape: tuple[int, int], *, whole: bool
+    ) -> Iterator[tuple[int, int]]:
+        """(first token, tokens) of the products of a weight's slab; the last may pass the end.
+
+        whole: only a single tile may
+        """
         first = 0
         while first < num_tokens:
-            wide = num_tokens - first >= WIDE_TOKENS and self._may_go_wide(shape)
-            count = WIDE_TOKENS if wide else TILE_TOKENS
+            left = num_tokens - first
+            most = max(1, left // TILE_TOKENS) if whole else blocks_for(left, TILE_TOKENS)
+            count = TILE_TOKENS * self._tiles(shape, most)
             yield first, count
             first += count
 
@@ -121,19 +127,25 @@ class Products:
 
     def _goes_by_library(self, shape: tuple[int, int]) -> bool:
         if shape not in self._by_library:
-            self._by_library[shape] = self._library is not None and _is_uniform(
-                self._library, shape
-            )
+            library = self._library
+            self._by_library[shape] = library is not None and _is_uniform(library, shape)
+            _free_unused()
         return self._by_library[shape]
 
-    def _may_go_wide(self, shape: tuple[int, int]) -> bool:
-        if shape not in self._is_wide:
-            self._is_wide[shape] = (
-                self._library is not None
-                and self._goes_by_library(shape)
-                and _is_same_wide(self._library, shape)
-            )
-        return self._is_wide[shape]
+    def _tiles(self, shape: tuple[int, int], most: int) -> int:
+        """How many tiles of at most `most` go together."""
+        library = self._library
+        if library is None or most == 1 or not self._goes_by_library(shape):
+            return 1
+        for tiles in TILES_AT_ONCE:
+            if tiles > most:
+                continue
+            if (shape, tiles) not in self._goes_at_once:
+                self._goes_at_once[shape, tiles] = _is_same_at_once(library, shape, tiles)
+                _free_unused()
+            if self._goes_at_once[shape, tiles]:
+                return tiles
+        return 1
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         """A part of a scratch buffer that lives on; the rows nobody wrote hold anything."""
@@ -145,16 +157,17 @@ class Products:
         return self._scratch[name][:count].reshape(shape)
 
 
-def _is_same_wide(library: Library, shape: tuple[int, int]) -> bool:
-    """Whether four tiles at once give the same bytes as one by one."""
+def _is_same_at_once(library: Library, shape: tuple[int, int], tiles: int) -> bool:
+    """Whether tiles at once give the same bytes as one by one."""
     num_outputs, num_inputs = shape
+    num_tokens = tiles * TILE_TOKENS
     rng = np.random.default_rng(num_inputs)
-    x = _repeated_rows(rng, 61, (WIDE_TOKENS, num_inputs))
+    x = _repeated_rows(rng, 61, (num_tokens, num_inputs))
     outputs = _repeated_rows(rng, 67, shape)
-    sums = cp.full((WIDE_TOKENS, num_outputs), cp.nan, cp.float32)
+    sums = cp.full((num_tokens, num_outputs), cp.nan, cp.float32)
     tile = cp.full((TILE_TOKENS, num_outputs), cp.nan, cp.float32)
     library.product(x, outputs, sums)
-    for first in range(0, WIDE_TOKENS, TILE_TOKENS):
+    for first in range(0, num_tokens, TILE_TOKENS):
         rows = slice(first, first + TILE_TOKENS)
         library.product(x[rows], outputs, tile)
         if not bool((tile.view(cp.int32) == sums[rows].view(cp.int32)).all()):
@@ -182,6 +195,11 @@ def _is_uniform(library: Library, shape: tuple[int, int]) -> bool:
             f"on this GPU; expected at most {1e-3 * num_inputs**0.5:.3g}; check the driver"
         )
     return True
+
+
+def _free_unused() -> None:
+    """Give back what a check took: its operands are as large as the largest weight."""
+    cp.get_default_memory_pool().free_all_blocks()
 
 
 def _repeated_rows(rng: np.random.Generator, count: int, shape: tuple[int, int]) -> DeviceArray:
