@@ -22,13 +22,15 @@ SCRIPT = r"""
 set -e
 mount --make-rprivate /
 mount -t tmpfs -o size=32m tmpfs /dev/shm
+mount --bind "$ROOT" "$SAVED"
 mount -t tmpfs -o size=190m tmpfs /tmp
+test -d "$ROOT" || { mkdir -p "$ROOT"; mount --bind "$SAVED" "$ROOT"; }
 install -d -m 755 -o 4321 -g 4321 /tmp/ray
 install -d -m 700 "$TMPDIR"
 exec setpriv --bounding-set -dac_override,-dac_read_search bash -e -c '
 ! touch /tmp/ray/mine 2>/dev/null
 "$@"
-find /dev/shm /tmp -mindepth 1 -printf "left: %p\n"
+find /dev/shm /tmp -xdev -mindepth 1 -printf "left: %p\n"
 ' run "$@"
 """
 
@@ -42,7 +44,11 @@ def folder() -> Iterator[Path]:
 
 
 def run_inside(folder: Path, home: Path, command: str) -> subprocess.CompletedProcess[str]:
+    saved = folder / "saved"  # a checkout below /tmp comes back at its place in the new /tmp
+    saved.mkdir()
     environment = os.environ | {
+        "ROOT": str(ROOT),
+        "SAVED": str(saved),
         "NTX_HOME": str(home),
         "TMPDIR": LONG_TMPDIR,
         "PYTHONPATH": str(ROOT),
@@ -83,4 +89,7 @@ def test_a_job_runs_with_what_others_have_left(folder: Path) -> None:
         assert words in log
         assert words in ran.stderr, "submit says it too"
     left = {line.removeprefix("left: ") for line in ran.stdout.splitlines()}
-    assert left == {"/tmp/ray", LONG_TMPDIR}, "nothing of ours stays in shared memory or /tmp"
+    checkout = {str(path) for path in (ROOT, *ROOT.parents)}
+    assert left - checkout == {"/tmp/ray", LONG_TMPDIR}, (
+        "nothing of ours stays in shared memory or /tmp"
+    )
