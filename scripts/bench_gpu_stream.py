@@ -56,7 +56,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--host-share", type=float, default=1.0)
-    parser.add_argument("--prefill-tokens", type=int, default=2560, help="a multiple of 512")
+    parser.add_argument(
+        "--prefill-tokens", type=int, nargs="+", default=[2560, 3072], help="multiples of 512"
+    )
     parser.add_argument("--json", type=Path, help="write all samples here")
     options = parser.parse_args(sys.argv[1:])
     report = Report(f"{options.layers} layers of a 70B model, {options.host_share} streamed")
@@ -78,7 +80,7 @@ def bench(report: Report, options: argparse.Namespace) -> None:
     report.facts["gpu"] = ops.device_name
     report.facts["seconds to fill pinned memory"] = round(time.perf_counter() - started, 1)
     report.facts["GB in pinned memory"] = round(ops.host_tier.nbytes / 1e9, 2)
-    model = Model(hparams, weights, ops, max_tokens=options.prefill_tokens)
+    model = Model(hparams, weights, ops, max_tokens=max(options.prefill_tokens))
     pool = ops.kv_pool(kv_shape(hparams), num_pages=ROWS * CONTEXT // PAGE_TOKENS, kv_type="f16")
     for name, batch in batches(options.prefill_tokens).items():
         model.forward(batch, pool)
@@ -93,7 +95,9 @@ def bench(report: Report, options: argparse.Namespace) -> None:
             floor = max(copied / 1e9 / link, compute[name] * options.layers)
             report.add(f"{name}, sweep / max(transfer, compute)", seconds / floor)
     free, total = cp.cuda.runtime.memGetInfo()
-    report.facts["GiB of device memory in use"] = round((total - free) / 2**30, 2)
+    report.facts["GiB of device memory taken"] = round((total - free) / 2**30, 2)
+    used = cp.get_default_memory_pool().used_bytes()
+    report.facts["GiB of device memory used"] = round(used / 2**30, 2)
     ops.close()
 
 
@@ -117,7 +121,7 @@ def time_compute(report: Report, options: argparse.Namespace) -> dict[str, float
     for num_layers in (1, 3):
         ops, hparams = CudaOps(), hparams_of(num_layers)
         model = Model(
-            hparams, synthetic_weights(hparams, ops), ops, max_tokens=options.prefill_tokens
+            hparams, synthetic_weights(hparams, ops), ops, max_tokens=max(options.prefill_tokens)
         )
         pool = ops.kv_pool(
             kv_shape(hparams), num_pages=ROWS * CONTEXT // PAGE_TOKENS, kv_type="f16"
@@ -141,16 +145,16 @@ def time_sweep(model: Model, batch: Batch, pool: object) -> float:
     return seconds
 
 
-def batches(prefill_tokens: int) -> dict[str, Batch]:
+def batches(prefill_tokens: list[int]) -> dict[str, Batch]:
     """Decoding rows at the end of their context, whole prompts, and both at once."""
     decode = [(row, CONTEXT - 10, CONTEXT - 9) for row in range(ROWS)]
-    prompts = [(row, 0, PROMPT) for row in range(prefill_tokens // PROMPT)]
-    mixed = decode + [(row, 0, PROMPT) for row in range(prefill_tokens // PROMPT - 1)]
-    return {
-        f"decode, {ROWS} rows": batch_of(decode),
-        f"prefill, {prefill_tokens} tokens": batch_of(prompts),
-        "decode and prefill": batch_of(mixed),
-    }
+    mixed = decode + [(row, 0, PROMPT) for row in range(max(prefill_tokens) // PROMPT - 1)]
+    made = {f"decode, {ROWS} rows": batch_of(decode)}
+    for num_tokens in prefill_tokens:
+        prompts = [(row, 0, PROMPT) for row in range(num_tokens // PROMPT)]
+        made[f"prefill, {num_tokens} tokens"] = batch_of(prompts)
+    made[f"decode and prefill, {ROWS} + {len(mixed[ROWS:]) * PROMPT} tokens"] = batch_of(mixed)
+    return made
 
 
 def batch_of(spans: list[tuple[int, int, int]]) -> Batch:

@@ -12,7 +12,7 @@ import numpy as np
 from kernels.cuda import matrix
 from kernels.cuda.host_tier import HostTier
 from kernels.cuda.matrix import CudaMatrix, DeviceArray
-from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, get_kernel
+from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, floats_together, get_kernel
 from kernels.cuda.plan import SweepPlan, plan_sweep
 from kernels.cuda.product import Products
 from kernels.ops import (
@@ -297,8 +297,9 @@ class CudaOps:
     def swiglu(self, worker: int, plan: SweepPlan, gate_up: Float32, out: Float32) -> None:
         num_tokens, ffn = out.shape
         assert gate_up.shape == (plan.num_tokens, 2 * ffn), (gate_up.shape, out.shape)
-        get_kernel("pointwise.cu", "swiglu")(
-            (blocks_for(ffn, _THREADS), min(num_tokens, MAX_GRID_Y)),
+        count = floats_together(ffn)
+        get_kernel("pointwise.cu", f"swiglu<{count}>")(
+            (blocks_for(ffn, count * _THREADS), min(num_tokens, MAX_GRID_Y)),
             (_THREADS,),
             (np.int32(num_tokens), np.int32(ffn), gate_up, out),
         )
@@ -347,7 +348,7 @@ def _check_heads(shape: KvShape) -> None:
 
 
 def _rms_norm(x: Any, rows: Any, weight: Any, eps: float, out: Any) -> None:
-    get_kernel("pointwise.cu", "rms_norm")(
+    get_kernel("pointwise.cu", f"rms_norm<{floats_together(x.shape[1])}>")(
         (len(out),), (_THREADS,), (np.int32(x.shape[1]), x, rows, weight, np.float32(eps), out)
     )
 

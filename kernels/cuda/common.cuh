@@ -11,6 +11,24 @@ constexpr int kPage = 32;        // tokens of a KV page
 constexpr float kMostHalf = 65504.0f;
 #define kInfinity __int_as_float(0x7f800000)
 
+// Consecutive floats that travel together.
+template <int kCount>
+struct alignas(4 * kCount) Floats {
+  float values[kCount];
+  __device__ __forceinline__ float& operator[](int i) { return values[i]; }
+  __device__ __forceinline__ float operator[](int i) const { return values[i]; }
+};
+
+template <int kCount>
+__device__ __forceinline__ Floats<kCount>* floats(float* at) {
+  return reinterpret_cast<Floats<kCount>*>(at);
+}
+
+template <int kCount>
+__device__ __forceinline__ const Floats<kCount>* floats(const float* at) {
+  return reinterpret_cast<const Floats<kCount>*>(at);
+}
+
 __device__ __forceinline__ float warp_sum(float value) {
   for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
   return value;

@@ -50,3 +50,8 @@ def _headers() -> str:
 
 def blocks_for(count: int, size: int) -> int:
     return -(-count // size)
+
+
+def floats_together(*widths: int) -> int:
+    """How many floats a thread may move at once in rows of these widths, from aligned arrays."""
+    return 4 if all(width % 4 == 0 for width in widths) else 1

@@ -1,46 +1,66 @@
 // Operations on one token at a time: norms, activations, rotary embedding, KV store, half operands.
+// kCount floats travel together where the widths are multiples of it.
 
 // out[i] = x[rows[i]] / sqrt(mean(x²) + eps) * weight, or x[i] where rows is null; a block per i
-extern "C" __global__ void rms_norm(int width, const float* __restrict__ x,
-                                    const int* __restrict__ rows,
-                                    const float* __restrict__ weight, float eps,
-                                    float* __restrict__ out) {
+template <int kCount>
+__global__ void rms_norm(int width, const float* __restrict__ x, const int* __restrict__ rows,
+                         const float* __restrict__ weight, float eps, float* __restrict__ out) {
   __shared__ float shared[32];
   const i64 target = blockIdx.x, source = rows ? rows[target] : target;
-  const float* from = x + source * width;
+  const auto* from = floats<kCount>(x + source * width);
   float sum = 0.0f;
-  for (int i = threadIdx.x; i < width; i += blockDim.x) sum += from[i] * from[i];
+  for (int i = threadIdx.x; i < width / kCount; i += blockDim.x) {
+    const Floats<kCount> some = from[i];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) sum += some[j] * some[j];
+  }
   const float scale = 1.0f / sqrtf(block_sum(sum, shared) / width + eps);
-  for (int i = threadIdx.x; i < width; i += blockDim.x) {
-    out[target * width + i] = from[i] * scale * weight[i];
+  for (int i = threadIdx.x; i < width / kCount; i += blockDim.x) {
+    Floats<kCount> some = from[i];
+    const Floats<kCount> factors = floats<kCount>(weight)[i];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) some[j] = some[j] * scale * factors[j];
+    floats<kCount>(out + target * width)[i] = some;
   }
 }
 
 // out = silu(gate) * up; gate_up: (num_tokens, 2 ffn)
-extern "C" __global__ void swiglu(int num_tokens, int ffn, const float* __restrict__ gate_up,
-                                  float* __restrict__ out) {
-  const int column = blockIdx.x * blockDim.x + threadIdx.x;
+template <int kCount>
+__global__ void swiglu(int num_tokens, int ffn, const float* __restrict__ gate_up,
+                       float* __restrict__ out) {
+  const int column = (blockIdx.x * blockDim.x + threadIdx.x) * kCount;
   if (column >= ffn) return;
   for (i64 token = blockIdx.y; token < num_tokens; token += gridDim.y) {
-    const float gate = gate_up[token * 2 * ffn + column];
-    const float up = gate_up[token * 2 * ffn + ffn + column];
-    out[token * ffn + column] = gate / (1.0f + expf(-gate)) * up;
+    Floats<kCount> gate = *floats<kCount>(gate_up + token * 2 * ffn + column);
+    const Floats<kCount> up = *floats<kCount>(gate_up + token * 2 * ffn + ffn + column);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) gate[j] = gate[j] / (1.0f + expf(-gate[j])) * up[j];
+    *floats<kCount>(out + token * ffn + column) = gate;
   }
 }
 
-// halves[t] = x[t] * 2**-exponents[t], rounded; a block per token
+// halves[t] = x[t] * 2**-exponents[t], rounded; a block per token, width a multiple of 8
 extern "C" __global__ void to_halves(int width, const float* __restrict__ x,
                                      __half* __restrict__ halves, int* __restrict__ exponents) {
   __shared__ float shared[32];
   const i64 token = blockIdx.x;
-  const float* from = x + token * width;
+  const auto* from = floats<4>(x + token * width);
   float most = 0.0f;
-  for (int i = threadIdx.x; i < width; i += blockDim.x) most = fmaxf(most, fabsf(from[i]));
+  for (int i = threadIdx.x; i < width / 4; i += blockDim.x) {
+    const Floats<4> some = from[i];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) most = fmaxf(most, fabsf(some[j]));
+  }
   most = block_max(most, shared);
   const int exponent = most >= 1.0f / 64 && most < 32768.0f ? 0 : half_exponent(most);
   const float scale = exponent_of_two(-exponent);
-  for (int i = threadIdx.x; i < width; i += blockDim.x) {
-    halves[token * width + i] = __float2half_rn(from[i] * scale);
+  for (int i = threadIdx.x; i < width / 8; i += blockDim.x) {
+    const Floats<4> first = from[2 * i], second = from[2 * i + 1];
+    __half2 packed[4] = {__floats2half2_rn(first[0] * scale, first[1] * scale),
+                         __floats2half2_rn(first[2] * scale, first[3] * scale),
+                         __floats2half2_rn(second[0] * scale, second[1] * scale),
+                         __floats2half2_rn(second[2] * scale, second[3] * scale)};
+    reinterpret_cast<uint4*>(halves + token * width)[i] = *reinterpret_cast<uint4*>(packed);
   }
   if (threadIdx.x == 0) exponents[token] = exponent;
 }
@@ -56,18 +76,23 @@ extern "C" __global__ void rescale(int num_tokens, int width, const int* __restr
 }
 
 // out = (accumulate ? out : 0) + bias + sums * 2**exponents, columns [0, width) of rows `stride` apart
-extern "C" __global__ void finish_product(int num_tokens, int width, int stride,
-                                          const float* __restrict__ sums,
-                                          const int* __restrict__ exponents,
-                                          const float* __restrict__ bias, int accumulate,
-                                          float* __restrict__ out) {
-  const int column = blockIdx.x * blockDim.x + threadIdx.x;
+template <int kCount>
+__global__ void finish_product(int num_tokens, int width, int stride,
+                               const float* __restrict__ sums, const int* __restrict__ exponents,
+                               const float* __restrict__ bias, int accumulate,
+                               float* __restrict__ out) {
+  const int column = (blockIdx.x * blockDim.x + threadIdx.x) * kCount;
   if (column >= width) return;
-  const float offset = bias ? bias[column] : 0.0f;
+  Floats<kCount> offset = {};
+  if (bias) offset = *floats<kCount>(bias + column);
   for (i64 token = blockIdx.y; token < num_tokens; token += gridDim.y) {
-    float* target = out + token * stride + column;
-    const float start = (accumulate ? *target : 0.0f) + offset;
-    *target = start + sums[token * width + column] * exponent_of_two(exponents[token]);
+    auto* target = floats<kCount>(out + token * stride + column);
+    Floats<kCount> sum = *floats<kCount>(sums + token * width + column), start = {};
+    if (accumulate) start = *target;
+    const float scale = exponent_of_two(exponents[token]);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) sum[j] = start[j] + offset[j] + sum[j] * scale;
+    *target = sum;
   }
 }
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from kernels.cuda.library import Library, open_library
 from kernels.cuda.matrix import CudaMatrix, DeviceArray, dequantize
-from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, get_kernel
+from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, floats_together, get_kernel
 from kernels.ops import KernelError
 
 TILE_TOKENS = 256
@@ -239,8 +239,9 @@ def _finish(
     first_output: int,
 ) -> None:
     num_tokens, width = len(out), sums.shape[1]
-    get_kernel("pointwise.cu", "finish_product")(
-        (blocks_for(width, _THREADS), min(num_tokens, MAX_GRID_Y)),
+    count = floats_together(width, out.shape[1], first_output)
+    get_kernel("pointwise.cu", f"finish_product<{count}>")(
+        (blocks_for(width, count * _THREADS), min(num_tokens, MAX_GRID_Y)),
         (_THREADS,),
         (
             np.int32(num_tokens),
