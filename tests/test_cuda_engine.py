@@ -113,17 +113,22 @@ def test_rows_alone_in_a_batch_shuffled_and_in_chunks_are_the_same(ops: Any, nam
             assert run_rows(engine, requests) == alone, settings
 
 
-@pytest.mark.parametrize("host_share", [0.5, 1.0])
-def test_weights_in_host_memory_give_the_same_bytes(ops: Any, host_share: float) -> None:
+@pytest.mark.parametrize(
+    "host_share, ahead_nbytes", [(0.5, 1 << 30), (1.0, 0), (1.0, 300_000), (1.0, 1 << 30)]
+)
+def test_weights_in_host_memory_give_the_same_bytes(
+    ops: Any, host_share: float, ahead_nbytes: int
+) -> None:
+    """From a ring that holds one weight, a few, and all of them."""
     requests = prompts()
     with open_engine(ops, "llama-q4_k_m") as engine:
         expected = run_rows(engine, requests)
-    tiered = open_ops(host_share=host_share)
+    tiered = open_ops(host_share=host_share, ahead_nbytes=ahead_nbytes)
     with open_engine(tiered, "llama-q4_k_m", sweep_tokens=50) as engine:
         copies = []
         for _ in range(2):
             assert run_rows(engine, requests) == expected
             copies.append(tiered.host_tier.nbytes_copied)
         assert engine.logits(requests[0].token_ids, kv_type="f16").shape[0] > 0
-    assert tiered.host_tier.nbytes > 0 and copies[1] > copies[0] > 0
+        assert 0 < tiered.host_tier.nbytes <= copies[0] < copies[1]
     tiered.close()

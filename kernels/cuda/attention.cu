@@ -3,14 +3,14 @@
 // A thread block takes some query rows (token, head of a group) of one segment and KV head, four
 // warps. Scores: each warp takes 64 positions. o = P V: each warp takes every fourth tile of 8
 // dimensions. Keys lie by position, values by dimension, so that both are read 16 bytes at a time
-// as operands: the inputs 8t to 8t+7 of thread t of a quad stand for those the instruction calls
-// 2t, 2t+1, 2t+8, 2t+9 of two steps, in both operands alike, which leaves the sum as it is.
+// as operands.
 // With a float32 pool each operand is a half and the half of what that left over.
 
+constexpr int kRows = 16;  // query rows of a task
 constexpr int kBlock = 256, kWarps = 4, kBlockPages = kBlock / kPage;
 constexpr float kLog2E = 1.4426950408889634f;
 
-// What a task is: engine-side layout in kernels/cuda/plan.py.
+// A row of the table that kernels/cuda/plan.py makes.
 struct Task {
   int segment, token, position, first_row, num_rows, first_block, end_block, partial;
 };
@@ -40,27 +40,11 @@ template <> struct Operand<float> {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float value = i < count ? at[i] : 0.0f;
-      high[i] = __float2half_rn(value != value ? value : fminf(fmaxf(value, -kMostHalf), kMostHalf));
+      high[i] = nearest_half(value);
       low[i] = __float2half_rn(value - __half2float(high[i]));
     }
   }
 };
-
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
-                                         u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// c += 16 rows of a (those of `upper`, then `lower`) times b, over 32 inputs
-__device__ __forceinline__ void multiply(float (&c)[4], const uint4& upper, const uint4& lower,
-                                         const uint4& b) {
-  multiply(c, upper.x, lower.x, upper.y, lower.y, b.x, b.y);
-  multiply(c, upper.z, lower.z, upper.w, lower.w, b.z, b.w);
-}
 
 template <typename T>
 __device__ __forceinline__ void multiply(float (&c)[4], const uint4 (&upper)[Operand<T>::kParts],
@@ -86,10 +70,10 @@ struct Merge {
   }
 };
 
-template <typename T, int kRows, int kWidth>
+template <typename T, int kHeight, int kWidth>
 struct Matrix {  // halves in shared memory, one part or two
   static constexpr int kStride = kWidth + 8;
-  __half parts[Operand<T>::kParts][kRows][kStride];
+  __half parts[Operand<T>::kParts][kHeight][kStride];
   __device__ __forceinline__ void store(int row, int column, float value) {
     const __half high = __float2half_rn(value);
     parts[0][row][column] = high;
@@ -111,248 +95,262 @@ struct Matrix {  // halves in shared memory, one part or two
   }
 };
 
-// kKey: key length rounded up to 32; kValue: value length; kTiles: tiles of 16 query rows
-template <typename T, int kKey, int kValue, int kTiles>
+// Where a thread is: its warp, the row of its quad in a tile, its place in the quad.
+struct Place {
+  int warp = threadIdx.x / kWarp, quad = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+  __device__ __forceinline__ int row(int half) const { return half * 8 + quad; }
+};
+
+// A row's pages of one layer and KV head, by number from its first position on.
+struct RowPages {
+  const int* numbers;
+  i64 first_page;
+  int num_kv_heads, kv_head, count;
+  __device__ __forceinline__ i64 operator[](int number) const {
+    return (first_page + numbers[number]) * num_kv_heads + kv_head;
+  }
+};
+
+// The query heads of a task: of row r the head at flat index head(r) of q and out.
+struct Queries {
+  Task task;
+  int num_heads, kv_head, group;
+  __device__ __forceinline__ i64 head(int row) const {
+    const int at = task.first_row + row;
+    return i64(task.token + at / group) * num_heads + kv_head * group + at % group;
+  }
+  __device__ __forceinline__ int position(int row) const {  // the last that the row sees
+    return task.position + (task.first_row + row) / group;
+  }
+};
+
+// Each row on its own power of two, so that any magnitude fits halves; a warp per row.
+template <typename T, int kKey>
+__device__ __forceinline__ void load_queries(const Queries& queries, int key_length,
+                                             const float* __restrict__ q,
+                                             Matrix<T, kRows, kKey>& halves, float* scales) {
+  const int lane = threadIdx.x % kWarp;
+  for (int row = threadIdx.x / kWarp; row < kRows; row += kWarps) {
+    const int length = row < queries.task.num_rows ? key_length : 0;
+    const float* from = q + queries.head(row) * key_length;
+    float most = 0.0f;
+    for (int i = lane; i < length; i += kWarp) most = fmaxf(most, fabsf(from[i]));
+    const int exponent = half_exponent(warp_max(most));
+    for (int i = lane; i < kKey; i += kWarp) {
+      halves.store(row, i, i < length ? from[i] * exponent_of_two(-exponent) : 0.0f);
+    }
+    if (lane == 0) scales[row] = exponent_of_two(exponent);
+  }
+}
+
+// scores (16, 64) of the warp's two pages of a block; pages past the last are left as they are
+template <typename T, int kKey>
+__device__ __forceinline__ void add_scores(const Place& place, const RowPages& pages, int block,
+                                           const Matrix<T, kRows, kKey>& queries,
+                                           const T* __restrict__ keys, float (&scores)[8][4]) {
+  constexpr int kParts = Operand<T>::kParts;
+#pragma unroll
+  for (int own = 0; own < 2; ++own) {
+    const int number = block * kBlockPages + place.warp * 2 + own;
+    if (number >= pages.count) continue;
+    const T* page = keys + pages[number] * kPage * kKey;
+#pragma unroll
+    for (int span = 0; span < kKey; span += 32) {
+      const int column = span + place.t * 8;
+      Operand<T> key[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) key[n].load(page + (n * 8 + place.quad) * kKey + column, 8);
+      uint4 upper[kParts], lower[kParts];
+      queries.load(place.row(0), column, upper);
+      queries.load(place.row(1), column, lower);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) multiply<T>(scores[own * 4 + n], upper, lower, key[n]);
+    }
+  }
+}
+
+// Scale a row's scores, -inf past what it sees; returns the most over the warp's positions.
+__device__ __forceinline__ float mask_scores(float (&scores)[8][4], int half, int first, int limit,
+                                             float scale) {
+  float most = -kInfinity;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float& score = scores[n][half * 2 + j];
+      score = first + n * 8 + j <= limit ? score * scale : -kInfinity;
+      most = fmaxf(most, score);
+    }
+  }
+  most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+  return fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+}
+
+// weights = exp(scores - most) as halves; returns their sum over the warp's positions.
+template <typename T>
+__device__ __forceinline__ float store_weights(const Place& place, const float (&scores)[8][4],
+                                               int half, int first, int limit, float most,
+                                               float scale, Matrix<T, kRows, kBlock>& weights) {
+  float total = 0.0f;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int row = place.row(half), column = place.warp * 64 + n * 8 + place.t * 2 + j;
+      const bool seen = first + n * 8 + j <= limit;
+      const float score = scores[n][half * 2 + j];
+      weights.store(row, column, seen ? exp2f((score - most) * scale) : 0.0f);
+      total += weights.at(row, column);
+    }
+  }
+  total += __shfl_xor_sync(~0u, total, 1);
+  return total + __shfl_xor_sync(~0u, total, 2);
+}
+
+// sums (16, own dimensions) += weights · values over a block; positions past `last` count as zero
+template <typename T, int kValue, int kOwnTiles>
+__device__ __forceinline__ void add_values(const Place& place, const RowPages& pages, int block,
+                                           int last, const Matrix<T, kRows, kBlock>& weights,
+                                           const T* __restrict__ values,
+                                           float (&sums)[kOwnTiles][4]) {
+  constexpr int kParts = Operand<T>::kParts;
+  constexpr int kPagesAtOnce = kParts == 1 && kOwnTiles <= 4 ? 2 : 1;  // in flight, in registers
+  for (int begin = 0; begin < kBlockPages; begin += kPagesAtOnce) {
+    if (block * kBlockPages + begin >= pages.count) break;
+    Operand<T> value[kPagesAtOnce][kOwnTiles] = {};
+#pragma unroll
+    for (int ahead = 0; ahead < kPagesAtOnce; ++ahead) {
+      const int number = block * kBlockPages + begin + ahead;
+      if (number >= pages.count) continue;
+      const T* page = values + pages[number] * kValue * kPage;
+      const int count = last + 1 - number * kPage - place.t * 8;
+#pragma unroll
+      for (int i = 0; i < kOwnTiles; ++i) {
+        const int dimension = (place.warp + i * kWarps) * 8 + place.quad;
+        if (dimension < kValue) value[ahead][i].load(page + dimension * kPage + place.t * 8, count);
+      }
+    }
+#pragma unroll
+    for (int ahead = 0; ahead < kPagesAtOnce; ++ahead) {
+      const int column = (begin + ahead) * kPage + place.t * 8;
+      uint4 upper[kParts], lower[kParts];
+      weights.load(place.row(0), column, upper);
+      weights.load(place.row(1), column, lower);
+#pragma unroll
+      for (int i = 0; i < kOwnTiles; ++i) {
+        if (place.warp + i * kWarps >= kValue / 8) continue;
+        multiply<T>(sums[i], upper, lower, value[ahead][i]);
+      }
+    }
+  }
+}
+
+// (m, l, o) of the thread's two rows, and the dimensions of its tiles.
+template <int kOwnTiles>
+struct Result {
+  float mosts[2] = {-kInfinity, -kInfinity}, totals[2] = {}, sums[kOwnTiles][4] = {};
+  __device__ __forceinline__ void add(const Result& block, float scale) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Merge merge(mosts[half], block.mosts[half], scale);
+      mosts[half] = merge.top;
+      totals[half] = merge(totals[half], block.totals[half]);
+#pragma unroll
+      for (int i = 0; i < kOwnTiles; ++i) {
+#pragma unroll
+        for (int j = half * 2; j < half * 2 + 2; ++j) {
+          sums[i][j] = merge(sums[i][j], block.sums[i][j]);
+        }
+      }
+    }
+  }
+  // The thread's dimensions of one row, divided by `total`.
+  template <int kValue>
+  __device__ __forceinline__ void store(const Place& place, int half, float total,
+                                        float* target) const {
+#pragma unroll
+    for (int i = 0; i < kOwnTiles; ++i) {
+      const int dimension = (place.warp + i * kWarps) * 8 + place.t * 2;
+      if (dimension >= kValue) continue;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) target[dimension + j] = sums[i][half * 2 + j] / total;
+    }
+  }
+};
+
+// kKey: key length rounded up to 32; kValue: value length
+template <typename T, int kKey, int kValue>
 __global__ void __launch_bounds__(kWarps* kWarp)
     attention(int num_heads, int num_kv_heads, int key_length, float scale,
               const Task* __restrict__ tasks, const int* __restrict__ pages, int max_pages,
               i64 first_page, const float* __restrict__ q, const T* __restrict__ keys,
               const T* __restrict__ values, float* __restrict__ out,
               float* __restrict__ partial_sums, float2* __restrict__ partial_stats) {
-  constexpr int kRows = 16 * kTiles, kParts = Operand<T>::kParts;
-  constexpr int kValueTiles = kValue / 8, kOwnTiles = (kValueTiles + kWarps - 1) / kWarps;
-  constexpr int kPagesAtOnce = kParts == 1 && kOwnTiles <= 4 ? 2 : 1;  // in flight, in registers
-  __shared__ __align__(16) Matrix<T, kRows, kKey> queries;
+  constexpr int kOwnTiles = (kValue / 8 + kWarps - 1) / kWarps;
+  __shared__ __align__(16) Matrix<T, kRows, kKey> query_halves;
   __shared__ __align__(16) Matrix<T, kRows, kBlock> weights;
-  __shared__ float warp_mosts[kWarps][kRows], warp_totals[kWarps][kRows];
-  __shared__ float query_scales[kRows];
+  __shared__ float warp_mosts[kWarps][kRows], warp_totals[kWarps][kRows], query_scales[kRows];
 
+  const Place place;
   const Task task = tasks[blockIdx.x];
-  const int kv_head = blockIdx.y, group = num_heads / num_kv_heads;
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int quad = lane / 4, t = lane % 4;
-  const int* row_pages = pages + task.segment * i64(max_pages);
-  const int last_position = task.position + (task.first_row + task.num_rows - 1) / group;
-  const int num_pages = last_position / kPage + 1;
+  const Queries queries{task, num_heads, int(blockIdx.y), num_heads / num_kv_heads};
+  const int last = queries.position(task.num_rows - 1);
+  const RowPages row_pages{pages + task.segment * i64(max_pages), first_page, num_kv_heads,
+                           queries.kv_head, last / kPage + 1};
+  const int limits[2] = {queries.position(place.row(0)), queries.position(place.row(1))};
   scale *= kLog2E;
-
-  for (int row = warp; row < kRows; row += kWarps) {
-    const int at = task.first_row + row;
-    const i64 head = i64(task.token + at / group) * num_heads + kv_head * group + at % group;
-    const bool used = row < task.num_rows;
-    float most = 0.0f;
-    for (int i = lane; used && i < key_length; i += kWarp) {
-      most = fmaxf(most, fabsf(q[head * key_length + i]));
-    }
-    const int exponent = half_exponent(warp_max(most));
-    for (int i = lane; i < kKey; i += kWarp) {
-      const float value = used && i < key_length ? q[head * key_length + i] : 0.0f;
-      queries.store(row, i, value * exponent_of_two(-exponent));
-    }
-    if (lane == 0) query_scales[row] = exponent_of_two(exponent);
-  }
+  load_queries<T, kKey>(queries, key_length, q, query_halves, query_scales);
   __syncthreads();
 
-  int limits[kTiles][2];  // last position that the row sees
-  float mosts[kTiles][2], totals[kTiles][2], sums[kTiles][kOwnTiles][4];
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      limits[tile][half] = task.position + (task.first_row + tile * 16 + half * 8 + quad) / group;
-      mosts[tile][half] = -kInfinity;
-      totals[tile][half] = 0.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < kOwnTiles; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums[tile][i][j] = 0.0f;
-    }
-  }
-
+  Result<kOwnTiles> result;
   for (int block = task.first_block; block < task.end_block; ++block) {
-    float scores[kTiles][8][4];
+    const int first = block * kBlock + place.warp * 64 + place.t * 2;
+    Result<kOwnTiles> partial;
+    float scores[8][4] = {};
+    add_scores<T, kKey>(place, row_pages, block, query_halves, keys, scores);
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) scores[tile][n][j] = 0.0f;
-      }
-    }
-#pragma unroll
-    for (int own = 0; own < 2; ++own) {
-      const int number = block * kBlockPages + warp * 2 + own;
-      if (number >= num_pages) continue;
-      const i64 page = (first_page + row_pages[number]) * num_kv_heads + kv_head;
-      const T* key_page = keys + page * kPage * kKey;
-#pragma unroll
-      for (int span = 0; span < kKey; span += 32) {
-        Operand<T> key[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) key[n].load(key_page + (n * 8 + quad) * kKey + span + t * 8, 8);
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          uint4 upper[kParts], lower[kParts];
-          queries.load(tile * 16 + quad, span + t * 8, upper);
-          queries.load(tile * 16 + 8 + quad, span + t * 8, lower);
-#pragma unroll
-          for (int n = 0; n < 4; ++n) multiply<T>(scores[tile][own * 4 + n], upper, lower, key[n]);
-        }
-      }
-    }
-    const int first = block * kBlock + warp * 64 + t * 2;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = tile * 16 + half * 8 + quad;
-        const float query_scale = query_scales[row];
-        float most = -kInfinity;
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            float& score = scores[tile][n][half * 2 + j];
-            score = first + n * 8 + j <= limits[tile][half] ? score * query_scale : -kInfinity;
-            most = fmaxf(most, score);
-          }
-        }
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        if (t == 0) warp_mosts[warp][row] = most;
-      }
+    for (int half = 0; half < 2; ++half) {
+      const int row = place.row(half);
+      const float most = mask_scores(scores, half, first, limits[half], query_scales[row]);
+      if (place.t == 0) warp_mosts[place.warp][row] = most;
     }
     __syncthreads();
-    float block_mosts[kTiles][2];
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = tile * 16 + half * 8 + quad;
-        float most = warp_mosts[0][row];
-        for (int other = 1; other < kWarps; ++other) most = fmaxf(most, warp_mosts[other][row]);
-        block_mosts[tile][half] = most;
-        float total = 0.0f;
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const bool seen = first + n * 8 + j <= limits[tile][half];
-            const float score = scores[tile][n][half * 2 + j];
-            const int column = warp * 64 + n * 8 + t * 2 + j;
-            weights.store(row, column, seen ? exp2f((score - most) * scale) : 0.0f);
-            total += weights.at(row, column);
-          }
-        }
-        total += __shfl_xor_sync(~0u, total, 1);
-        total += __shfl_xor_sync(~0u, total, 2);
-        if (t == 0) warp_totals[warp][row] = total;
-      }
+    for (int half = 0; half < 2; ++half) {
+      const int row = place.row(half);
+      float most = warp_mosts[0][row];
+      for (int warp = 1; warp < kWarps; ++warp) most = fmaxf(most, warp_mosts[warp][row]);
+      partial.mosts[half] = most;
+      const float total =
+          store_weights<T>(place, scores, half, first, limits[half], most, scale, weights);
+      if (place.t == 0) warp_totals[place.warp][row] = total;
     }
     __syncthreads();
-    float block_sums[kTiles][kOwnTiles][4];
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < kOwnTiles; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) block_sums[tile][i][j] = 0.0f;
+    for (int half = 0; half < 2; ++half) {
+      for (int warp = 0; warp < kWarps; ++warp) {
+        partial.totals[half] += warp_totals[warp][place.row(half)];
       }
     }
-    for (int in_block = 0; in_block < kBlockPages; in_block += kPagesAtOnce) {
-      if (block * kBlockPages + in_block >= num_pages) break;
-      Operand<T> value[kPagesAtOnce][kOwnTiles] = {};
-#pragma unroll
-      for (int ahead = 0; ahead < kPagesAtOnce; ++ahead) {
-        const int number = block * kBlockPages + in_block + ahead;
-        if (number >= num_pages) continue;
-        const i64 page = (first_page + row_pages[number]) * num_kv_heads + kv_head;
-        const T* value_page = values + page * kValue * kPage;
-        const int count = last_position + 1 - number * kPage - t * 8;
-#pragma unroll
-        for (int i = 0; i < kOwnTiles; ++i) {
-          const int dimension = (warp + i * kWarps) * 8 + quad;
-          if (dimension < kValue) {
-            value[ahead][i].load(value_page + dimension * kPage + t * 8, count);
-          }
-        }
-      }
-#pragma unroll
-      for (int ahead = 0; ahead < kPagesAtOnce; ++ahead) {
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          const int column = (in_block + ahead) * kPage + t * 8;
-          uint4 upper[kParts], lower[kParts];
-          weights.load(tile * 16 + quad, column, upper);
-          weights.load(tile * 16 + 8 + quad, column, lower);
-#pragma unroll
-          for (int i = 0; i < kOwnTiles; ++i) {
-            if (warp + i * kWarps < kValueTiles) {
-              multiply<T>(block_sums[tile][i], upper, lower, value[ahead][i]);
-            }
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = tile * 16 + half * 8 + quad;
-        float total = warp_totals[0][row];
-        for (int other = 1; other < kWarps; ++other) total += warp_totals[other][row];
-        if (task.partial >= 0) {  // one block alone: left for merge_partials
-          mosts[tile][half] = block_mosts[tile][half];
-          totals[tile][half] = total;
-        } else {
-          const Merge merge(mosts[tile][half], block_mosts[tile][half], scale);
-          mosts[tile][half] = merge.top;
-          totals[tile][half] = merge(totals[tile][half], total);
-#pragma unroll
-          for (int i = 0; i < kOwnTiles; ++i) {
-#pragma unroll
-            for (int j = half * 2; j < half * 2 + 2; ++j) {
-              sums[tile][i][j] = merge(sums[tile][i][j], block_sums[tile][i][j]);
-            }
-          }
-        }
-      }
-      if (task.partial >= 0) {
-#pragma unroll
-        for (int i = 0; i < kOwnTiles; ++i) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) sums[tile][i][j] = block_sums[tile][i][j];
-        }
-      }
-    }
+    add_values<T, kValue>(place, row_pages, block, last, weights, values, partial.sums);
+    if (task.partial < 0) result.add(partial, scale);
+    else result = partial;  // one block alone: left for merge_partials
   }
 
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = tile * 16 + half * 8 + quad;
-      if (row >= task.num_rows) continue;
-      const int at = task.first_row + row;
-      const i64 head = i64(task.token + at / group) * num_heads + kv_head * group + at % group;
-      const int num_blocks = last_position / kBlock + 1;
-      const i64 slot = task.partial + (i64(at) * num_kv_heads + kv_head) * num_blocks + task.first_block;
-      const bool is_partial = task.partial >= 0;
-      float* target = is_partial ? partial_sums + slot * kValue : out + head * kValue;
-      if (is_partial && warp == 0 && t == 0) {
-        partial_stats[slot] = make_float2(mosts[tile][half], totals[tile][half]);
-      }
-#pragma unroll
-      for (int i = 0; i < kOwnTiles; ++i) {
-        const int dimension = (warp + i * kWarps) * 8 + t * 2;
-        if (dimension >= kValue) continue;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float sum = sums[tile][i][half * 2 + j];
-          target[dimension + j] = is_partial ? sum : sum / totals[tile][half];
-        }
-      }
+  for (int half = 0; half < 2; ++half) {
+    const int row = place.row(half);
+    if (row >= task.num_rows) continue;
+    if (task.partial < 0) {
+      result.template store<kValue>(place, half, result.totals[half],
+                                    out + queries.head(row) * kValue);
+      continue;
+    }
+    const i64 number = i64(task.first_row + row) * num_kv_heads + queries.kv_head;
+    const i64 slot = task.partial + number * (last / kBlock + 1) + task.first_block;
+    result.template store<kValue>(place, half, 1.0f, partial_sums + slot * kValue);
+    if (threadIdx.x / kWarp == 0 && place.t == 0) {
+      partial_stats[slot] = make_float2(result.mosts[half], result.totals[half]);
     }
   }
 }

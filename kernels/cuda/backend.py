@@ -255,7 +255,7 @@ class CudaOps:
         scale = np.float32(head.key_length**-0.5)
         sizes = (np.int32(head.num_heads), np.int32(head.num_kv_heads))
         type_name, key_stride = _KV_TYPES[pool.kv_type][1], pool.keys.shape[4]
-        name = f"attention<{type_name}, {key_stride}, {head.value_length}, 1>"
+        name = f"attention<{type_name}, {key_stride}, {head.value_length}>"
         get_kernel("attention.cu", name)(
             (len(plan.tasks), head.num_kv_heads),
             (_WARPS * 32,),

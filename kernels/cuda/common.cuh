@@ -1,4 +1,5 @@
-// Put before every source file: types, and reductions whose order depends on nothing but the shape.
+// Put before every source file: types, reductions whose order depends on the shape alone, and the
+// tensor cores' product.
 #include <cuda_fp16.h>
 
 using u8 = unsigned char;
@@ -69,4 +70,29 @@ __device__ __forceinline__ int half_exponent(float most) {
   const int exponent = (__float_as_int(most) >> 23 & 255) - 127;
   if (most == 0.0f || exponent > 127) return 0;
   return max(exponent - 14, -100);
+}
+
+// Finite values stay finite; a NaN stays one, which fminf and fmaxf alone would hide.
+__device__ __forceinline__ __half nearest_half(float value) {
+  return __float2half_rn(value != value ? value : fminf(fmaxf(value, -kMostHalf), kMostHalf));
+}
+
+// c (16, 8) += a (16, 16) · b (16, 8): PTX, mma.m16n8k16
+__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+                                         u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// c += rows `quad` (upper) and `quad` + 8 (lower) of a times column `quad` of b, over 32 inputs.
+// Each thread t of a quad gives 8 inputs in a row, 8t to 8t + 7, of each operand. They stand for
+// those that the instruction calls 2t, 2t + 1, 2t + 8, 2t + 9 in two steps: in both operands alike,
+// so that the sum is over the same products.
+__device__ __forceinline__ void multiply(float (&c)[4], const uint4& upper, const uint4& lower,
+                                         const uint4& b) {
+  multiply(c, upper.x, lower.x, upper.y, lower.y, b.x, b.y);
+  multiply(c, upper.z, lower.z, upper.w, lower.w, b.z, b.w);
 }

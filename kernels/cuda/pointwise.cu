@@ -75,7 +75,7 @@ extern "C" __global__ void rescale(int num_tokens, int width, const int* __restr
   }
 }
 
-// out = (accumulate ? out : 0) + bias + sums * 2**exponents, columns [0, width) of rows `stride` apart
+// out = (accumulate ? out : 0) + bias + sums * 2**exponents; columns [0, width) of rows of `stride`
 template <int kCount>
 __global__ void finish_product(int num_tokens, int width, int stride,
                                const float* __restrict__ sums, const int* __restrict__ exponents,
@@ -98,10 +98,7 @@ __global__ void finish_product(int num_tokens, int width, int stride,
 
 __device__ __forceinline__ void store(float* at, float value) { *at = value; }
 
-__device__ __forceinline__ void store(__half* at, float value) {
-  // Not fminf and fmaxf alone: they would hide a NaN.
-  *at = __float2half_rn(value != value ? value : fminf(fmaxf(value, -kMostHalf), kMostHalf));
-}
+__device__ __forceinline__ void store(__half* at, float value) { *at = nearest_half(value); }
 
 // One head of q or k by one warp: normalised where `norm` is given, then rotated, in `head`.
 __device__ void load_head(const float* __restrict__ from, int length,
@@ -124,7 +121,8 @@ __device__ void load_head(const float* __restrict__ from, int length,
 }
 
 // q into `q`, k and v into their page; a block per token, a warp per head.
-// keys: (layers, pages, kv_heads, 32, key_stride); values: (layers, pages, kv_heads, value_length, 32)
+// keys: (layers, pages, kv_heads, 32, key_stride)
+// values: (layers, pages, kv_heads, value_length, 32)
 template <typename T>
 __global__ void rope_store(int num_heads, int num_kv_heads, int key_length, int value_length,
                            int key_stride, const float* __restrict__ qkv,

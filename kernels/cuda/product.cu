@@ -1,17 +1,7 @@
-// sums (256, num_outputs) = x (256, num_inputs) · weightᵀ, halves with float32 sums, on any device.
-// Each sum is one chain over the inputs, 16 at a time. Operands come straight from memory, 16 bytes
-// a thread; as in attention.cu, both take the inputs in the same other order.
+// sums (256, num_outputs) = x (256, num_inputs) · weightᵀ, halves with float32 sums. Each sum is one
+// chain over the inputs, 16 at a time; operands come straight from memory, 16 bytes a thread.
 
 constexpr int kWarpOutputs = 32, kWarpTokens = 64;  // of one warp; 4 warps take 256 tokens
-
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
-                                         u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 __device__ __forceinline__ uint4 load(const __half* row, int at, int num_inputs, bool inside) {
   return inside && at < num_inputs ? *reinterpret_cast<const uint4*>(row + at) : uint4{0, 0, 0, 0};
@@ -40,8 +30,7 @@ extern "C" __global__ void __launch_bounds__(128)
       const uint4 lower = load(row + i64(8) * num_inputs, at, num_inputs, true);
 #pragma unroll
       for (int n = 0; n < kWarpOutputs / 8; ++n) {
-        multiply(c[m][n], upper.x, lower.x, upper.y, lower.y, b[n].x, b[n].y);
-        multiply(c[m][n], upper.z, lower.z, upper.w, lower.w, b[n].z, b[n].w);
+        multiply(c[m][n], upper, lower, b[n]);
       }
     }
   }
