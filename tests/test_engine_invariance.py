@@ -82,7 +82,7 @@ def alone(name: str) -> tuple[dict[int, FinishedRow], dict[tuple[int, int], byte
 
 
 def long_neighbour() -> Request:
-    ids = np.random.default_rng(9).integers(3, 500, 1900).astype(np.int32)
+    ids = np.random.default_rng(9).integers(3, 500, 3000).astype(np.int32)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     return Request(row_index=1000, token_ids=ids, params=params)
 
