@@ -25,6 +25,7 @@ from jobs.resume_check import check_unchanged_job, new_input_files
 from jobs.store import JobStore
 
 RECORD_INTERVAL_S = 2.0
+WINDOW_SHARDS = 64
 _EXCUSED = "errors_excused"  # in the job's record
 
 log = logging.getLogger("jobs.job_run")
@@ -237,17 +238,26 @@ def error_limit(max_errors: str | None, total: int) -> int | None:
 
 
 def plan_shards(
-    total: int, shard_rows: int, done_rows: Callable[[int, int], np.ndarray]
+    total: int,
+    shard_rows: int,
+    done_rows: Callable[[int, int], np.ndarray],
+    window_shards: int = WINDOW_SHARDS,
 ) -> Iterator[Shard]:
     """Cut [0, total) into row ranges, leaving out those that are finished whole.
 
-    done_rows: row indices in [begin, end) that are not to run, ascending
+    done_rows: row indices in [begin, end) that are not to run, ascending; asked for
+        `window_shards` shards at a time, since each call reads whole parts
     """
-    for number, begin in enumerate(range(0, total, shard_rows)):
-        end = min(begin + shard_rows, total)
-        done = np.unique(done_rows(begin, end))
-        if len(done) < end - begin:
-            yield Shard(number=number, begin=begin, end=end, done=tuple(done.tolist()))
+    window_rows = shard_rows * window_shards
+    for first in range(0, total, window_rows):
+        last = min(first + window_rows, total)
+        done = np.unique(done_rows(first, last))
+        for begin in range(first, last, shard_rows):
+            end = min(begin + shard_rows, last)
+            mine = done[np.searchsorted(done, begin) : np.searchsorted(done, end)]
+            if len(mine) < end - begin:
+                number = begin // shard_rows
+                yield Shard(number=number, begin=begin, end=end, done=tuple(mine.tolist()))
 
 
 def shards_of(rows: Sequence[int], shard_rows: int) -> Iterator[Shard]:

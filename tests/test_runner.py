@@ -365,12 +365,16 @@ def test_another_environment_than_the_runners_is_refused(home: Home) -> None:
     total=st.integers(0, 60),
     shard_rows=st.integers(1, 20),
     done=st.sets(st.integers(0, 59)),
+    window_shards=st.integers(1, 5),
 )
-def test_shards_cover_what_is_not_done_once(total: int, shard_rows: int, done: set[int]) -> None:
+def test_shards_cover_what_is_not_done_once(
+    total: int, shard_rows: int, done: set[int], window_shards: int
+) -> None:
     def done_rows(begin: int, end: int) -> np.ndarray:
         return np.array(sorted(row for row in done if begin <= row < end), np.int64)
 
-    shards = list(plan_shards(total, shard_rows, done_rows))
+    shards = list(plan_shards(total, shard_rows, done_rows, window_shards))
+    assert len({s.number for s in shards}) == len(shards)
     rows = [row for s in shards for row in range(s.begin, s.end) if row not in s.done]
     assert rows == [row for row in range(total) if row not in done]
     assert all(s.end - s.begin <= shard_rows for s in shards)
