@@ -14,8 +14,3 @@ def spread(num_resident: int, num_layers: int) -> tuple[bool, ...]:
         (layer + 1) * num_resident // num_layers > layer * num_resident // num_layers
         for layer in range(num_layers)
     )
-
-
-def first(num_resident: int, num_layers: int) -> tuple[bool, ...]:
-    """The first layers resident, the rest streamed: what `spread` is measured against."""
-    return tuple(layer < num_resident for layer in range(num_layers))

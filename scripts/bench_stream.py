@@ -11,7 +11,7 @@ import numpy as np
 
 from engine import EngineConfig, Request, SamplingParams
 from engine.engine import Engine
-from engine.placement import first, spread
+from engine.placement import spread
 from engine.planner import Plan
 from nvme import ReadStats
 from nvme.probe import measure_disk
@@ -71,6 +71,11 @@ def resident_plan(engine: Engine) -> Plan:
     return replace(
         engine.plan, resident=(True,) * layers, head_resident=True, streamed_nbytes=0, ring_nbytes=0
     )
+
+
+def first(num_resident: int, num_layers: int) -> tuple[bool, ...]:
+    """The first layers resident, the rest streamed: what `spread` is measured against."""
+    return tuple(layer < num_resident for layer in range(num_layers))
 
 
 def bench_stream(options: argparse.Namespace) -> Report:
