@@ -11,6 +11,7 @@ from engine.extents import SlotLayout, lay_out
 from engine.gguf_file import GgufFile
 from engine.hparams import Hparams
 from engine.placement import spread
+from engine.requests import MemoryBudgetError
 from engine.streamer import Bytes, Parcel, Streamer, read_requests
 from engine.weights import (
     HEAD_TENSOR,
@@ -52,6 +53,12 @@ class WeightStream:
         *,
         ring_nbytes: int,
     ) -> None:
+        if not ops.packs_views:
+            # Tensors are made once for each place in the ring; copies would go stale unseen.
+            raise MemoryBudgetError(
+                f"the {ops.name} backend cannot stream weights from disk; "
+                "give it the memory to keep them all"
+            )
         self._file = file
         self._ops = ops
         self._reader = reader

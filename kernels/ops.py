@@ -156,6 +156,7 @@ class Ops(Protocol):
 
     name: str
     num_workers: int
+    packs_views: bool  # a packed weight reads the bytes it was made of, whatever they become
 
     def close(self) -> None:
         """Stop the workers. Idempotent."""

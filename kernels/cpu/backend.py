@@ -59,6 +59,7 @@ class CpuOps:
     """
 
     name = "cpu"
+    packs_views = True
 
     def __init__(self, num_threads: int | None = None) -> None:
         if num_threads is not None and num_threads < 1:

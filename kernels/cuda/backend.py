@@ -59,6 +59,7 @@ class CudaOps:
     """
 
     name = "cuda"
+    packs_views = False
     num_workers = 1
 
     def __init__(
