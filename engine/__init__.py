@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.requests import (
     ROW_ERROR_CODES,
+    DeviceError,
     EngineConfig,
     EngineError,
     FinishedRow,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ROW_ERROR_CODES",
+    "DeviceError",
     "Engine",
     "EngineConfig",
     "EngineError",

@@ -13,12 +13,12 @@ from typing import Any, Self
 import numpy as np
 
 from engine.chat import ChatTemplate, chat_template_of
+from engine.devices import kv_type, open_ops, resolved
 from engine.drain import Drain
 from engine.gguf_file import GgufFile
 from engine.hparams import check_tensors, read_hparams
 from engine.kv_cache import KvCache, pages_for
 from engine.loading import load_model, model_sizes
-from engine.machine import usable_cores
 from engine.model import kv_shape
 from engine.params import validate_params
 from engine.planner import Plan, Planner, Rates, Workload
@@ -42,12 +42,6 @@ class Totals:
     num_rows: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-
-
-def default_ops(num_threads: int | None) -> Ops:
-    from kernels.cpu import CpuOps
-
-    return CpuOps(num_threads or usable_cores())
 
 
 class Engine:
@@ -76,14 +70,15 @@ class Engine:
         workload: Workload | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.config = config or EngineConfig()
+        config = config or EngineConfig()
         started = time.perf_counter()
         file = GgufFile.open(Path(model))
         self.hparams = read_hparams(file)
         check_tensors(file, self.hparams)
-        self.tokenizer = Tokenizer.from_gguf(file, pre_tokenizer=self.config.pre_tokenizer)
+        self.tokenizer = Tokenizer.from_gguf(file, pre_tokenizer=config.pre_tokenizer)
         self.chat_template: ChatTemplate | None = chat_template_of(file, self.tokenizer)
-        self._ops = ops or default_ops(self.config.num_threads)
+        self._ops = ops or open_ops(config)
+        self.config = resolved(config, self._ops)
         compiled = time.perf_counter()
         loaded = load_model(
             file,
@@ -99,17 +94,18 @@ class Engine:
         self.plan, self._model, self._reader_name = loaded.plan, loaded.model, loaded.reader_name
         self._read_path, self.rates = loaded.read_path, rates
         pool = self._ops.kv_pool(
-            kv_shape(self.hparams), num_pages=self.plan.kv_pages, kv_type=self.config.kv_type
+            kv_shape(self.hparams), num_pages=self.plan.kv_pages, kv_type=kv_type(self.config)
         )
         self._cache = KvCache(self.plan.kv_pages, self._ops, pool)
         stream = self._model.stream
-        self._drain = Drain(self._cache, stream, pool.page_nbytes) if stream else None
+        drains = stream is not None and self._ops.frees_pages
+        self._drain = Drain(self._cache, stream, pool.page_nbytes) if stream and drains else None
         self._waiting: deque[Request] = deque()
         self._rejected: list[FinishedRow] = []
         self._running: dict[int, ActiveRow] = {}
-        self._free_slots = list(range(self.plan.sweep_tokens - 1, -1, -1))
+        self._free_slots = list(range(self.plan.max_rows - 1, -1, -1))
         most_pages = min(pages_for(self.context_length), self.plan.kv_pages)
-        self._page_table = np.full((self.plan.sweep_tokens, most_pages), -1, np.int32)
+        self._page_table = np.full((self.plan.max_rows, most_pages), -1, np.int32)
         self.totals = Totals()
         self.sweeps = SweepLog(
             loaded.model.stream, loaded.read_path, rates.disk_nbytes_per_s if rates else None
@@ -229,7 +225,7 @@ class Engine:
         num_pages = pages_for(len(ids))
         pool = self._ops.kv_pool(kv_shape(self.hparams), num_pages=num_pages, kv_type=kv_type)
         out = np.empty((len(ids), self.hparams.vocab_size), np.float32)
-        step = self.plan.sweep_tokens
+        step = min(self.plan.sweep_tokens, self.plan.max_rows)
         for begin in range(0, len(ids), step):
             chunk = ids[begin : begin + step]
             n = len(chunk)
@@ -241,7 +237,7 @@ class Engine:
                 segments=np.array([[0, n]], np.int32),
                 logit_indices=np.arange(n, dtype=np.int32),
             )
-            out[begin : begin + n] = self._forward(batch, pool)
+            out[begin : begin + n] = self._ops.get(self._forward(batch, pool))
         return out
 
     def close(self) -> None:
@@ -325,7 +321,7 @@ class Engine:
             self._page_table[chunk.slot, : len(kv.pages)] = kv.pages
         pool = self._cache.pool
         assert pool is not None
-        logits = self._forward(self._batch(chunks), pool)
+        logits = self._ops.get(self._forward(self._batch(chunks), pool))
         rows = [self._running[chunk.slot] for chunk in chunks if chunk.wants_logits]
         chosen = choose(
             logits,

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.devices import kv_type, resolved
 from engine.gguf_file import GgufFile
 from engine.hparams import Hparams
+from engine.links import Link, OnProgress, Parcel, ReaderLink
 from engine.machine import free_memory_nbytes
 from engine.model import Model, kv_shape
 from engine.planner import DEFAULT_RATES, ModelSizes, Part, Plan, Planner, Rates, Workload
 from engine.requests import EngineConfig
-from engine.weight_stream import WeightStream, parcel_layouts
+from engine.weight_stream import WeightStream, parcel_layouts, parcels_of
 from engine.weights import HEAD_TENSOR, Residence, WeightLoader, layer_tensor_names
 from kernels.ops import Ops
 from nvme import Reader, open_reader
@@ -76,7 +78,8 @@ def make_planner(
     workload: Workload | None = None,
 ) -> Planner:
     """A planner for the memory that is free now. Raises MemoryBudgetError."""
-    page_nbytes = ops.kv_page_nbytes(kv_shape(hparams), config.kv_type)
+    config = resolved(config, ops)
+    page_nbytes = ops.kv_page_nbytes(kv_shape(hparams), kv_type(config))
     return Planner(
         hparams,
         config,
@@ -104,7 +107,7 @@ def load_model(
     rates: Rates | None = None,
     workload: Workload | None = None,
     open_files: OpenReader | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: OnProgress | None = None,
 ) -> LoadedModel:
     """Plan (unless one is given), read what is resident, and begin to stream the rest.
 
@@ -115,17 +118,18 @@ def load_model(
     open_files = open_files or functools.partial(open_reader, reader_name(config, plan))
     reader = open_files(file.paths)
     residence = Residence(plan.resident, plan.head_resident)
+    link: Link | None = None
     try:
         loader = WeightLoader(file, reader, ops, expand=plan.expand)
         weights = loader.load(hparams, residence, progress)
         freq_factors = loader.host_vector_or_none("rope_freqs.weight")
         stream = None
         if residence.streams:
-            stream = WeightStream(
-                file, hparams, residence, reader, ops, ring_nbytes=plan.ring_nbytes
-            )
+            parcels = parcels_of(file, hparams, residence)
+            link = _open_link(ops, reader, parcels, _in_host(plan), progress)
+            stream = WeightStream(file, residence, parcels, link, ops, ring_nbytes=plan.ring_nbytes)
     except BaseException:
-        reader.close()
+        (link or reader).close()
         raise
     if stream is None:
         reader.close()
@@ -134,7 +138,29 @@ def load_model(
         weights,
         ops,
         max_tokens=plan.sweep_tokens,
+        max_logits=plan.max_rows,
         freq_factors=freq_factors,
         stream=stream,
     )
     return LoadedModel(model, plan, reader.name, reader.path_taken)
+
+
+def _in_host(plan: Plan) -> list[bool]:
+    """For each parcel that streams, whether host memory keeps it."""
+    host = plan.host or (False,) * len(plan.resident)
+    layers = [near for near, stays in zip(host, plan.resident, strict=True) if not stays]
+    return layers if plan.head_resident else [*layers, plan.head_in_host]
+
+
+def _open_link(
+    ops: Ops,
+    reader: Reader,
+    parcels: Sequence[Parcel],
+    in_host: Sequence[bool],
+    progress: OnProgress | None,
+) -> Link:
+    if ops.name == "cpu":
+        return ReaderLink(reader)
+    from engine.cuda_link import CudaLink
+
+    return CudaLink(reader, parcels, in_host[: len(parcels)], progress)

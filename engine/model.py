@@ -18,9 +18,9 @@ def kv_shape(hparams: Hparams) -> KvShape:
 
 
 class Buffers:
-    """Work buffers of a sweep of at most `max_tokens`, allocated once."""
+    """Work buffers of a sweep, allocated once. max_tokens: of it; max_logits: that are wanted"""
 
-    def __init__(self, hparams: Hparams, ops: Ops, max_tokens: int) -> None:
+    def __init__(self, hparams: Hparams, ops: Ops, max_tokens: int, max_logits: int) -> None:
         def buffer(width: int) -> Float32:
             return ops.empty(max_tokens, width)
 
@@ -28,13 +28,13 @@ class Buffers:
         kv_width = hparams.num_kv_heads * (hparams.key_length + hparams.value_length)
         self.x = buffer(hparams.hidden)
         self.normed = buffer(hparams.hidden)
-        self.head_normed = buffer(hparams.hidden)
         self.qkv = buffer(q_width + kv_width)
         self.q = buffer(q_width)
         self.attention = buffer(hparams.num_heads * hparams.value_length)
         self.gate_up = buffer(2 * hparams.ffn)
         self.activated = buffer(hparams.ffn)
-        self.logits = buffer(hparams.vocab_size)
+        self.head_normed = ops.empty(max_logits, hparams.hidden)
+        self.logits = ops.empty(max_logits, hparams.vocab_size)
 
 
 class Model:
@@ -47,13 +47,14 @@ class Model:
         ops: Ops,
         *,
         max_tokens: int,
+        max_logits: int,
         freq_factors: Float32 | None = None,
         stream: WeightStream | None = None,
     ) -> None:
         self.hparams = hparams
         self.weights = weights
         self.ops = ops
-        self.buffers = Buffers(hparams, ops, max_tokens)
+        self.buffers = Buffers(hparams, ops, max_tokens, max_logits)
         self.stream = stream
         self._freq_factors = freq_factors
         self._rope = self._tables(min(1024, hparams.context_length))
@@ -62,7 +63,8 @@ class Model:
     def forward(self, batch: Batch, pool: KvPool) -> Float32:
         """Run the batch through all layers, adding its keys and values to the pool.
 
-        Returns (num_logits, vocab_size) float32: a view of a buffer that the next call reuses.
+        Returns (num_logits, vocab_size) float32, where the operations have it: a view of a buffer
+        that the next call reuses.
         """
         self._ensure_positions(int(batch.positions.max()) + 1)
         plan = self.ops.plan(batch, kv_shape(self.hparams), self.hparams.num_heads)
@@ -70,7 +72,7 @@ class Model:
         self.ops.run(lambda worker: self._sweep(worker, plan, batch, pool, logits))
         if self.stream is not None:
             self.stream.advance()
-        return self.ops.get(logits)
+        return logits
 
     def restart_stream(self) -> None:
         """Begin to stream from the first parcel again, after a sweep that failed."""

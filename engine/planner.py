@@ -108,11 +108,15 @@ class Workload:
 class Plan:
     """How an engine divides its memory, and what that should give.
 
-    expand: resident weights kept as float32 in the product's layout
-    resident: for each layer, whether it stays in memory; head_resident: the same of the head
-    weights_nbytes, ring_nbytes, activations_nbytes, kv_pages, kv_nbytes: where memory goes
-    sweep_tokens: most tokens of a sweep, and most rows on board
-    streamed_nbytes: bytes that cross the link in each sweep
+    expand: resident weights kept expanded in the product's layout
+    resident: for each layer, whether it stays in the device's memory; head_resident: the head
+    host: for each layer, whether it streams from pinned host memory; empty: none does. What is
+        neither resident nor there streams from disk. head_in_host: the head
+    weights_nbytes, ring_nbytes, activations_nbytes, kv_pages, kv_nbytes: where device memory goes
+    host_nbytes: pinned host memory, with what disk reads are staged through
+    sweep_tokens: most tokens of a sweep
+    max_rows: most rows on board
+    streamed_nbytes: bytes that come into the ring in each sweep; disk_nbytes: those off the disk
     predicted: figures by name; see `Planner`
     """
 
@@ -125,7 +129,12 @@ class Plan:
     kv_pages: int
     kv_nbytes: int
     sweep_tokens: int
+    max_rows: int
     streamed_nbytes: int
+    disk_nbytes: int
+    host: tuple[bool, ...] = ()
+    head_in_host: bool = False
+    host_nbytes: int = 0
     predicted: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -134,8 +143,13 @@ class Plan:
 
     @property
     def placement(self) -> str:
-        """A letter for each layer, then one for the head: r is resident, s streams."""
-        letters = ["r" if stays else "s" for stays in (*self.resident, self.head_resident)]
+        """A letter for each layer, then one for the head: r resident, h in host memory, d on disk."""
+        resident = (*self.resident, self.head_resident)
+        host = (*(self.host or (False,) * len(self.resident)), self.head_in_host)
+        letters = [
+            "r" if stays else "h" if near else "d"
+            for stays, near in zip(resident, host, strict=True)
+        ]
         return "".join(letters[:-1]) + " " + letters[-1]
 
     def record(self) -> dict[str, Any]:
@@ -153,8 +167,11 @@ class Plan:
             "activations_nbytes": self.activations_nbytes,
             "kv_pages": self.kv_pages,
             "kv_nbytes": self.kv_nbytes,
+            "host_nbytes": self.host_nbytes,
             "sweep_tokens": self.sweep_tokens,
+            "max_rows": self.max_rows,
             "streamed_nbytes": self.streamed_nbytes,
+            "disk_nbytes": self.disk_nbytes,
         }
 
 
@@ -274,6 +291,7 @@ class Planner:
             kv_nbytes = max(page_nbytes, min(share, DEFAULT_KV_NBYTES))
         most_pages = way.sweep_tokens * pages_for(self._hparams.context_length)
         kv_pages = min(kv_nbytes // page_nbytes, most_pages)
+        streamed_nbytes = sum(part.slot_nbytes for part in self._streamed(way))
         plan = Plan(
             expand=way.expand,
             resident=spread(way.num_resident, len(self._sizes.layers)),
@@ -284,7 +302,9 @@ class Planner:
             kv_pages=kv_pages,
             kv_nbytes=kv_pages * page_nbytes,
             sweep_tokens=way.sweep_tokens,
-            streamed_nbytes=sum(part.slot_nbytes for part in self._streamed(way)),
+            max_rows=way.sweep_tokens,
+            streamed_nbytes=streamed_nbytes,
+            disk_nbytes=streamed_nbytes,
         )
         return self.predicted(plan)
 

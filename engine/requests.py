@@ -61,6 +61,10 @@ class TemplateError(EngineError):
     """A template does not compile, fails, or passes its limits."""
 
 
+class DeviceError(EngineError):
+    """The device that was asked for cannot be used."""
+
+
 class MemoryBudgetError(EngineError):
     """The memory budgets cannot work together."""
 
@@ -176,24 +180,28 @@ class FinishedRow:
 class EngineConfig:
     """How an engine uses its machine. None means: chosen from what is free, and reported.
 
-    kv_type: element type of the KV cache
+    device: "gpu" refuses to start without one; "auto" takes a GPU where one can be used
+    kv_type: element type of the KV cache; None takes the backend's: f32 on a CPU, f16 on a GPU
     kv_memory_nbytes: budget of the KV pool
     sweep_tokens: most tokens of one sweep
     expand: "auto" keeps weights as float32 where they fit in half of the free memory, "never"
         keeps them quantised, "always" refuses to start where they do not fit
     num_threads: worker threads; None is every core this process may use
-    memory_nbytes: most memory for weights, KV cache and buffers together
+    memory_nbytes: most memory of the device for weights, KV cache and buffers together
+    host_memory_nbytes: most pinned memory beside a GPU, for weights that do not stay on it
     ring_nbytes: buffer through which weights stream that do not stay in memory
     reader: how model files are read; "auto" takes "direct" for weights that stream
     pre_tokenizer: use this pre-tokeniser whatever the file names
     """
 
-    kv_type: Literal["f32", "f16"] = "f32"
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    kv_type: Literal["f32", "f16"] | None = None
     kv_memory_nbytes: int | None = None
     sweep_tokens: int | None = None
     expand: Literal["auto", "never", "always"] = "auto"
     num_threads: int | None = None
     memory_nbytes: int | None = None
+    host_memory_nbytes: int | None = None
     ring_nbytes: int | None = None
     reader: Literal["auto", "direct", "mmap"] = "auto"
     pre_tokenizer: str | None = None

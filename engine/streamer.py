@@ -1,52 +1,32 @@
-"""Weights that stream: parcels in order of use, read ahead into a byte ring, sweep after sweep.
+"""Weights that stream: parcels in order of use, brought ahead into a byte ring, sweep after sweep.
 
 Before a parcel is used all workers meet: they are done with the parcel before, so its place may be
-read into again. Then the first worker waits for the bytes and hands the tensors on. Reads run on
-across layers and across the end of a sweep; nobody waits for them but the layer that needs them.
+filled again. Then the first worker waits for the bytes and hands the tensors on. A link fills
+places on across layers and across the end of a sweep; nobody waits but the layer that needs them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from engine.extents import SlotLayout
+from engine.links import Bytes, Link, Parcel
 from engine.ring import ByteRing
-from nvme import Reader, ReadRequest
 
 MAX_READS_IN_FLIGHT = 8
 _MAX_PLACES = 16  # of one parcel in the ring, whose tensors are kept made
 
 T = TypeVar("T")
-Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """One unit of the stream. index: its place in a sweep; kind: "weights" or "head"."""
-
-    index: int
-    kind: str
-    layout: SlotLayout
 
 
 @dataclass(slots=True)
 class StreamTotals:
-    """What has streamed since the engine was loaded.
-
-    nbytes: of parcels used; wait_s: the workers waited for bytes
-    """
+    """What has streamed since the engine was loaded. nbytes: of parcels used"""
 
     num_parcels: int = 0
     nbytes: int = 0
-    wait_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -59,24 +39,12 @@ class _Coming:
     ticket: Any
 
 
-def read_requests(layout: SlotLayout, slot: Bytes) -> list[ReadRequest]:
-    """Reads that fill a parcel's slot."""
-    return [
-        ReadRequest(
-            file_idx=extent.file_idx,
-            offset=extent.begin,
-            out=slot[extent.slot_offset : extent.slot_offset + extent.nbytes],
-        )
-        for extent in layout.extents
-    ]
-
-
 class Streamer(Generic[T]):
-    """Reads parcels ahead of their use, again and again in the same order.
+    """Brings parcels ahead of their use, again and again in the same order.
 
     parcels: in order of use within a sweep, at least one
-    reader: of the model's files; the streamer submits and waits, its owner closes it
-    ring: (capacity,) uint8, page aligned
+    link: fills slots; its owner closes it
+    ring_nbytes: of the memory that the slots are in
     build: makes a parcel's tensors from its slot; called once for each place a parcel takes
     barrier: waits for all workers; called as barrier(worker)
     """
@@ -84,17 +52,17 @@ class Streamer(Generic[T]):
     def __init__(
         self,
         parcels: Sequence[Parcel],
-        reader: Reader,
-        ring: Bytes,
+        link: Link,
         *,
+        ring_nbytes: int,
         build: Callable[[Parcel, Bytes], T],
         barrier: Callable[[int], None],
     ) -> None:
         self.totals = StreamTotals()
         self._parcels = parcels
-        self._reader = reader
-        self._buffer = ring
-        self._ring = ByteRing(len(ring))
+        self._link = link
+        self._buffer = link.make_ring(ring_nbytes)
+        self._ring = ByteRing(ring_nbytes)
         self._build = build
         self._barrier = barrier
         self._built: dict[tuple[int, int], T] = {}
@@ -131,10 +99,7 @@ class Streamer(Generic[T]):
 
     def restart(self) -> None:
         """Begin again with the first parcel: after a failed sweep, or with another order."""
-        for coming in self._coming:
-            # The failed sweep has said what failed; here the slots must only be quiet.
-            with contextlib.suppress(OSError):
-                self._reader.wait(coming.ticket)
+        self._link.restart([coming.ticket for coming in self._coming])
         self._coming.clear()
         self._ring.clear()
         self._next = 0
@@ -144,9 +109,7 @@ class Streamer(Generic[T]):
         self.advance()
         coming = self._coming[0]
         assert coming.parcel.index == index, (coming.parcel.index, index)
-        started = time.perf_counter()
-        self._reader.wait(coming.ticket)
-        self.totals.wait_s += time.perf_counter() - started
+        self._link.wait(coming.ticket)
         self.totals.num_parcels += 1
         self.totals.nbytes += coming.parcel.layout.nbytes
         self._in_use = True
@@ -174,6 +137,6 @@ class Streamer(Generic[T]):
             if offset is None:
                 break
             slot = self._buffer[offset : offset + parcel.layout.nbytes]
-            ticket = self._reader.submit(read_requests(parcel.layout, slot))
+            ticket = self._link.submit(parcel, slot)
             self._coming.append(_Coming(parcel, slot, offset, ticket))
             self._next = (self._next + 1) % len(self._order)

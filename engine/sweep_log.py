@@ -7,8 +7,8 @@ from collections import deque
 from dataclasses import dataclass, fields
 from typing import Self
 
+from engine.links import LinkStats
 from engine.weight_stream import WeightStream
-from nvme import ReadStats
 
 RECENT_SWEEPS = 256
 
@@ -20,7 +20,8 @@ class SweepRecord:
     num_tokens, num_rows: that rode along
     seconds: from its first chunk to its last sampled token
     streamed_nbytes: of weights that came through the ring
-    disk_wait_s: the workers stood still for them
+    wait_s: the computing stood still for them
+    copied_nbytes, copy_busy_s: from host memory to the device, and the time of the copies alone
     direct_nbytes, buffered_nbytes: read meanwhile past and through the page cache, in part for
         the next sweep
     read_busy_s: there was something to read
@@ -32,7 +33,9 @@ class SweepRecord:
     num_rows: int
     seconds: float
     streamed_nbytes: int
-    disk_wait_s: float
+    wait_s: float
+    copied_nbytes: int
+    copy_busy_s: float
     direct_nbytes: int
     buffered_nbytes: int
     read_busy_s: float
@@ -60,7 +63,9 @@ class SweepTotals:
     num_rows: int = 0
     seconds: float = 0.0
     streamed_nbytes: int = 0
-    disk_wait_s: float = 0.0
+    wait_s: float = 0.0
+    copied_nbytes: int = 0
+    copy_busy_s: float = 0.0
     direct_nbytes: int = 0
     buffered_nbytes: int = 0
     read_busy_s: float = 0.0
@@ -85,15 +90,13 @@ _SUMMED = tuple(field.name for field in fields(SweepTotals) if field.name != "nu
 class _Mark:
     at: float
     nbytes: int
-    wait_s: float
-    read: ReadStats
+    link: LinkStats
 
     @classmethod
     def now(cls, stream: WeightStream | None) -> Self:
         if stream is None:
-            return cls(time.perf_counter(), 0, 0.0, ReadStats())
-        totals = stream.totals
-        return cls(time.perf_counter(), totals.nbytes, totals.wait_s, stream.reader_stats())
+            return cls(time.perf_counter(), 0, LinkStats())
+        return cls(time.perf_counter(), stream.totals.nbytes, stream.link_stats())
 
 
 class SweepLog:
@@ -122,16 +125,18 @@ class SweepLog:
     def end(self, num_tokens: int, num_rows: int) -> None:
         """It is over."""
         before, now = self._mark, _Mark.now(self._stream)
-        read = now.read - before.read
+        link = now.link - before.link
         record = SweepRecord(
             num_tokens=num_tokens,
             num_rows=num_rows,
             seconds=now.at - before.at,
             streamed_nbytes=now.nbytes - before.nbytes,
-            disk_wait_s=now.wait_s - before.wait_s,
-            direct_nbytes=read.nbytes_direct,
-            buffered_nbytes=read.nbytes_buffered,
-            read_busy_s=read.busy_s,
+            wait_s=link.wait_s,
+            copied_nbytes=link.copied_nbytes,
+            copy_busy_s=link.copy_busy_s,
+            direct_nbytes=link.read.nbytes_direct,
+            buffered_nbytes=link.read.nbytes_buffered,
+            read_busy_s=link.read.busy_s,
             reader=self._reader,
             probed_nbytes_per_s=self._probed_nbytes_per_s,
         )

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from engine.extents import SlotLayout, lay_out
 from engine.gguf_file import GgufFile
 from engine.hparams import Hparams
+from engine.links import Bytes, Link, LinkStats, Parcel
 from engine.placement import spread
-from engine.requests import MemoryBudgetError
-from engine.streamer import Bytes, Parcel, Streamer, read_requests
+from engine.streamer import Streamer
 from engine.weights import (
     HEAD_TENSOR,
     LAYER_PARTS,
@@ -22,7 +20,6 @@ from engine.weights import (
     layer_tensor_names,
 )
 from kernels.ops import Ops, PackedMatrix
-from nvme import Reader, ReadStats, page_aligned
 
 
 def parcel_layouts(file: GgufFile, hparams: Hparams) -> tuple[list[SlotLayout], SlotLayout | None]:
@@ -37,48 +34,46 @@ def parcel_layouts(file: GgufFile, hparams: Hparams) -> tuple[list[SlotLayout], 
     return layers, lay_out([file.tensors[HEAD_TENSOR]], sizes)
 
 
+def parcels_of(file: GgufFile, hparams: Hparams, residence: Residence) -> list[Parcel]:
+    """What streams, in order of use."""
+    layers, head = parcel_layouts(file, hparams)
+    streamed = [
+        ("weights", layout)
+        for layout, stays in zip(layers, residence.layers, strict=True)
+        if not stays
+    ]
+    if head is not None and not residence.head:
+        streamed.append(("head", head))
+    return [Parcel(index, kind, layout) for index, (kind, layout) in enumerate(streamed)]
+
+
 class WeightStream:
     """Layers and head that stream, by their place in the model.
 
-    ring_nbytes: of the buffer that they stream through
+    parcels: of `parcels_of`
+    link: brings them; closed with the stream
+    ring_nbytes: of the memory that they stream through
     """
 
     def __init__(
         self,
         file: GgufFile,
-        hparams: Hparams,
         residence: Residence,
-        reader: Reader,
+        parcels: Sequence[Parcel],
+        link: Link,
         ops: Ops,
         *,
         ring_nbytes: int,
     ) -> None:
-        if not ops.packs_views:
-            # Tensors are made once for each place in the ring; copies would go stale unseen.
-            raise MemoryBudgetError(
-                f"the {ops.name} backend cannot stream weights from disk; "
-                "give it the memory to keep them all"
-            )
         self._file = file
         self._ops = ops
-        self._reader = reader
-        layers, head = parcel_layouts(file, hparams)
-        self._places: dict[int, int] = {}  # layer -> parcel
-        self.parcels: list[Parcel] = []
-        for layer, layout in enumerate(layers):
-            if not residence.layers[layer]:
-                self._places[layer] = len(self.parcels)
-                self.parcels.append(Parcel(len(self.parcels), "weights", layout))
-        if head is not None and not residence.head:
-            self.parcels.append(Parcel(len(self.parcels), "head", head))
-        self._layers = list(self._places)
+        self._link = link
+        self.parcels = parcels
+        self._layers = [layer for layer, stays in enumerate(residence.layers) if not stays]
+        self._places = {layer: place for place, layer in enumerate(self._layers)}
         self.ring_nbytes = ring_nbytes
         self._streamer: Streamer[Any] = Streamer(
-            self.parcels,
-            reader,
-            page_aligned(ring_nbytes),
-            build=self._build,
-            barrier=ops.barrier,
+            parcels, link, ring_nbytes=ring_nbytes, build=self._build, barrier=ops.barrier
         )
         self.totals = self._streamer.totals
         self._kept: dict[int, LayerMatrices] = {}  # by parcel
@@ -116,8 +111,8 @@ class WeightStream:
 
     def _read(self, index: int) -> LayerMatrices:
         parcel = self.parcels[index]
-        buffer = page_aligned(parcel.layout.nbytes)
-        self._reader.wait(self._reader.submit(read_requests(parcel.layout, buffer)))
+        buffer = self._link.make_ring(parcel.layout.nbytes)
+        self._link.wait(self._link.submit(parcel, buffer))
         matrices = self._build(parcel, buffer)
         assert isinstance(matrices, LayerMatrices)
         return matrices
@@ -141,12 +136,12 @@ class WeightStream:
         """Begin with the first parcel again, after a sweep that failed."""
         self._streamer.restart()
 
-    def reader_stats(self) -> ReadStats:
-        """What the reader has delivered so far, and by which way."""
-        return self._reader.stats()
+    def link_stats(self) -> LinkStats:
+        """What the link has brought so far, and how long that was waited for."""
+        return self._link.stats()
 
     def close(self) -> None:
-        self._reader.close()
+        self._link.close()
 
     def _build(self, parcel: Parcel, slot: Bytes) -> LayerMatrices | PackedMatrix:
         if parcel.kind == "head":
@@ -162,6 +157,6 @@ class WeightStream:
         tensors = []
         for name in names:
             info, offset = self._file.tensors[name], parcel.layout.tensor_offsets[name]
-            view: np.ndarray = slot[offset : offset + info.nbytes]
+            view: Bytes = slot[offset : offset + info.nbytes]
             tensors.append(as_tensor(info, view))
         return self._ops.pack(tensors, expand=False)

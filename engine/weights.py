@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,7 +105,7 @@ class WeightLoader:
                 progress(layer + 1, hparams.num_layers)
         # A separate embedding is only gathered from, a few rows a sweep: it stays quantised.
         tied = hparams.tied_embeddings
-        embedding = self._matrix("token_embd.weight", expand=self._expand and tied)
+        embedding = self._matrix("token_embd.weight") if tied else self._gathered()
         head = self._matrix(HEAD_TENSOR) if residence.head and not tied else None
         return Weights(
             embedding=embedding,
@@ -138,6 +138,13 @@ class WeightLoader:
         }
         return LayerMatrices(**matrices)
 
+    def _gathered(self) -> PackedMatrix:
+        """The embedding where the host keeps it."""
+        info = self._file.tensors["token_embd.weight"]
+        data, in_place = self._ops.shared(info.nbytes)
+        self._fill([info], [data])
+        return self._ops.pack([as_tensor(info, in_place)], expand=False)
+
     def _qkv_bias(self, prefix: str) -> Float32:
         biases = [self._host_vector(f"{prefix}.attn_{part}.bias") for part in "qkv"]
         return self._ops.put(np.concatenate(biases))
@@ -156,15 +163,15 @@ class WeightLoader:
     def _read(self, names: tuple[str, ...]) -> list[BlockTensor]:
         infos = [self._file.tensors[name] for name in names]
         buffers = [np.empty(info.nbytes, np.uint8) for info in infos]
-        self._reader.wait(
-            self._reader.submit(
-                [
-                    ReadRequest(file_idx=info.file_idx, offset=info.offset, out=buffer)
-                    for info, buffer in zip(infos, buffers, strict=True)
-                ]
-            )
-        )
+        self._fill(infos, buffers)
         return [as_tensor(info, buffer) for info, buffer in zip(infos, buffers, strict=True)]
+
+    def _fill(self, infos: Sequence[TensorInfo], buffers: Sequence[np.ndarray]) -> None:
+        requests = [
+            ReadRequest(file_idx=info.file_idx, offset=info.offset, out=buffer)
+            for info, buffer in zip(infos, buffers, strict=True)
+        ]
+        self._reader.wait(self._reader.submit(requests))
 
 
 def as_tensor(info: TensorInfo, buffer: np.ndarray) -> BlockTensor:

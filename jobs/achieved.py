@@ -38,7 +38,7 @@ def achieved(
             if rate and probed_nbytes_per_s
             else None,
             "read_busy_s": round(totals.read_busy_s, 3),
-            "wait_s": round(totals.disk_wait_s, 3),
+            "wait_s": round(totals.wait_s, 3),
         }
     return found
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine import Engine
-from engine.engine import default_ops
+from engine.devices import open_ops
 from engine.gguf_file import GgufFile
 from engine.hparams import check_tensors, read_hparams
 from engine.loading import reader_name
@@ -39,7 +39,7 @@ def load_engine(
     check_tensors(file, hparams)
     # Compiling and measuring come first: what they take is not of the job's budget.
     started = time.monotonic()
-    ops = default_ops(config.num_threads)
+    ops = open_ops(config)
     facts: dict[str, Any] = {"kernels_s": round(time.monotonic() - started, 3)}
     cache_dir = Home.open().probes_dir
     planned = plan_job(

@@ -156,7 +156,8 @@ class Ops(Protocol):
 
     name: str
     num_workers: int
-    packs_views: bool  # a packed weight reads the bytes it was made of, whatever they become
+    default_kv_type: KvType
+    frees_pages: bool  # `kv_release` gives memory back, for others to take
 
     def close(self) -> None:
         """Stop the workers. Idempotent."""
@@ -167,13 +168,26 @@ class Ops(Protocol):
     def pack(self, tensors: Sequence[BlockTensor], *, expand: bool) -> PackedMatrix:
         """Stack matrices of equal num_inputs along their outputs into one packed weight.
 
-        tensors: each (num_outputs_i, num_inputs), any supported type, types may differ
+        tensors: each (num_outputs_i, num_inputs), any supported type, types may differ; data that
+            lies where the operations want it already is not copied: what is packed unexpanded
+            reads those bytes, whatever they become
         expand: True for float32 in the product's layout, False to keep the quantised bytes
         Raises UnsupportedTypeError. Not called inside `run`.
         """
 
+    def synchronize(self) -> None:
+        """Wait until all operations called so far are done."""
+
+    def scratch_nbytes(self, shapes: Sequence[tuple[int, int]], num_tokens: int) -> int:
+        """Bytes beside their arguments that products of (num_outputs, num_inputs) take at most."""
+
     def empty(self, num_rows: int, width: int) -> Float32:
         """A work buffer (num_rows, width) float32 where the operations want it; not zeroed."""
+
+    def shared(self, nbytes: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """Host memory that operations read in place: (nbytes,) uint8 as the host fills it, and the
+        same bytes as `pack` takes them without a copy.
+        """
 
     def put(self, array: Float32) -> Float32:
         """A host array where the operations want it: norms, biases, rotary tables."""

@@ -207,12 +207,12 @@ class Doctor:
 
     def _measure_products(self) -> None:
         # Numba comes with these; `plan` and `doctor` alone need it.
-        from engine.engine import default_ops
+        from engine.devices import open_ops
         from engine.loading import make_planner, reader_name
         from engine.rates import probe_rates
         from jobs.job_plan import product_types
 
-        ops = default_ops(None)
+        ops = open_ops(EngineConfig(device="cpu"))
         try:
             file, types, config = self._file, set(USUAL_TYPES), EngineConfig()
             if file is not None:

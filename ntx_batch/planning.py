@@ -34,9 +34,9 @@ def make_report(spec: JobSpec, home: Home) -> dict[str, Any]:
     text = ModelText.of(file, hparams, spec.engine.pre_tokenizer)
     sample = sample_rows(spec, manifest, text, created_at=time.time())
     # Numba comes with it; no other command needs it.
-    from engine.engine import default_ops
+    from engine.devices import open_ops
 
-    ops = default_ops(spec.engine.num_threads)
+    ops = open_ops(spec.engine)
     try:
         planned = plan_job(
             file,

@@ -57,7 +57,7 @@ def sweep_s(engine: Engine, sweeps: int = SWEEPS) -> float:
 def reader_stats(engine: Engine) -> ReadStats:
     stream = engine._model.stream
     assert stream is not None, "the model is resident: nothing streams"
-    return stream.reader_stats()
+    return stream.link_stats().read
 
 
 def probe_bytes_per_s(options: argparse.Namespace) -> float:

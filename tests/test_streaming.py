@@ -13,14 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import EngineConfig, MemoryBudgetError, Request, SamplingParams
+from engine import EngineConfig, Request, SamplingParams
 from engine.engine import Engine
 from engine.extents import ALIGNMENT, lay_out
 from engine.gguf_file import GgufFile, TensorInfo
 from engine.placement import spread
 from engine.ring import ByteRing
 from engine.weights import layer_tensor_names
-from kernels.cpu import CpuOps
 from nvme import Reader, ReadError, open_reader
 from tests import golden
 from tests.gguf_factory import TinySizes, write_tiny_model
@@ -57,6 +56,7 @@ def streaming_engine(
         head_resident=head,
         ring_nbytes=ring,
         streamed_nbytes=sum(streamed),
+        disk_nbytes=sum(streamed),
     )
     return Engine(model, config, plan=plan, **options)
 
@@ -292,14 +292,3 @@ def test_draining_job_keeps_layers_in_the_memory_of_free_pages(model: Path) -> N
         last_rows, kept = run(engine, [])
         assert kept == 6
     assert first_rows | last_rows == expected
-
-
-class CopyingOps(CpuOps):
-    """A backend whose packed weights do not follow the bytes they were made of."""
-
-    packs_views = False
-
-
-def test_backend_that_copies_weights_refuses_to_stream_them(model: Path) -> None:
-    with pytest.raises(MemoryBudgetError, match="cannot stream"):
-        streaming_engine(model, [False] * 6, head=False, ring_parcels=2, ops=CopyingOps(1))

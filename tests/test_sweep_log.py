@@ -42,7 +42,7 @@ def test_each_sweep_says_what_it_carried_and_what_streamed() -> None:
     assert {record.num_rows for record in records} == {2}
     assert {record.streamed_nbytes for record in records} == {streamed}
     assert {record.reader for record in records} == {"direct"}
-    assert all(0 <= record.disk_wait_s <= record.seconds for record in records)
+    assert all(0 <= record.wait_s <= record.seconds for record in records)
     for record in records:
         assert record.disk_nbytes_per_s == streamed / record.seconds
         assert record.probe_share == pytest.approx(record.disk_nbytes_per_s / 1e6)
@@ -58,7 +58,7 @@ def test_a_resident_model_streams_nothing_and_promises_nothing() -> None:
     with Engine(golden.load("llama-tied-q4_0").model, replace(CONFIG, reader="auto")) as engine:
         run_rows(engine)
         record = engine.sweeps.recent[0]
-        assert (record.streamed_nbytes, record.disk_wait_s, record.probe_share) == (0, 0.0, None)
+        assert (record.streamed_nbytes, record.wait_s, record.probe_share) == (0, 0.0, None)
         assert record.reader == "page cache"
         assert engine.predict(Workload()) is None
 

@@ -59,7 +59,8 @@ class CpuOps:
     """
 
     name = "cpu"
-    packs_views = True
+    default_kv_type: KvType = "f32"
+    frees_pages = True
 
     def __init__(self, num_threads: int | None = None) -> None:
         if num_threads is not None and num_threads < 1:
@@ -106,8 +107,18 @@ class CpuOps:
             owners=(panels,),
         )
 
+    def synchronize(self) -> None:
+        pass  # `run` has waited
+
+    def scratch_nbytes(self, shapes: Sequence[tuple[int, int]], num_tokens: int) -> int:
+        return 0  # of its workers, made when they start
+
     def empty(self, num_rows: int, width: int) -> Float32:
         return np.empty((num_rows, width), np.float32)
+
+    def shared(self, nbytes: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        data = np.empty(nbytes, np.uint8)
+        return data, data
 
     def put(self, array: Float32) -> Float32:
         return array

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from kernels.ops import KernelError, Ops
+
+
+def refusal() -> str | None:
+    """What keeps the backend from being used here, and what to do; None where nothing does."""
+    if importlib.util.find_spec("cupy") is None:
+        return (
+            "the GPU backend needs CuPy, which is not installed; "
+            "install the extra cuda12 or cuda13, for the driver's CUDA version"
+        )
+    try:
+        from kernels.cuda.backend import check_device
+
+        check_device(0)
+    except ImportError as error:
+        return f"CuPy does not load ({error}); install the extra for the driver's CUDA version"
+    except KernelError as error:
+        return str(error)
+    return None
 
 
 def cuda_ops(device: int = 0) -> Ops:
     """The backend on one GPU. Raises KernelError: no CuPy, no such device."""
-    try:
-        from kernels.cuda.backend import CudaOps
-    except ImportError as error:
-        raise KernelError(
-            f"the GPU backend needs CuPy, which does not load ({error}); "
-            "install the extra cuda12 or cuda13, for the driver's CUDA version"
-        ) from error
+    refused = refusal() if device == 0 else None
+    if refused is not None:
+        raise KernelError(refused)
+    from kernels.cuda.backend import CudaOps
+
     return CudaOps(device)

@@ -1,0 +1,62 @@
+"""Which backend an engine computes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from engine.machine import usable_cores
+from engine.requests import DeviceError, EngineConfig
+from kernels.ops import KernelError, KvType, Ops
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """device: what computes; reason: why that one, for the job's record."""
+
+    device: Literal["cpu", "gpu"]
+    reason: str
+
+
+def choose_device(config: EngineConfig) -> DeviceChoice:
+    """The device that a configuration leads to on this machine; loads no backend.
+
+    Raises DeviceError: a GPU was asked for, and none can be used.
+    """
+    if config.device == "cpu":
+        return DeviceChoice("cpu", "asked for")
+    from kernels.cuda import refusal
+
+    refused = refusal()
+    if config.device == "gpu":
+        if refused is not None:
+            raise DeviceError(f"--device gpu: {refused}")
+        return DeviceChoice("gpu", "asked for")
+    if refused is not None:
+        return DeviceChoice("cpu", f"no GPU can be used: {refused}")
+    return DeviceChoice("gpu", "one is there")
+
+
+def open_ops(config: EngineConfig) -> Ops:
+    """The backend for a configuration. Raises DeviceError."""
+    if choose_device(config).device == "cpu":
+        from kernels.cpu import CpuOps
+
+        return CpuOps(config.num_threads or usable_cores())
+    from kernels.cuda import cuda_ops
+
+    try:
+        return cuda_ops()
+    except KernelError as error:
+        raise DeviceError(str(error)) from error
+
+
+def kv_type(config: EngineConfig) -> KvType:
+    """The KV cache's element type of a resolved configuration."""
+    assert config.kv_type is not None, "resolved() fills it in"
+    return config.kv_type
+
+
+def resolved(config: EngineConfig, ops: Ops) -> EngineConfig:
+    """The configuration with what the backend decides filled in."""
+    return replace(config, kv_type=config.kv_type or ops.default_kv_type)
