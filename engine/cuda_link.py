@@ -7,6 +7,7 @@ launches ahead. Only pinned memory that the disk is read into is waited for on t
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import statistics
 import threading
@@ -276,7 +277,9 @@ class _Staging:
             self._ready.put(error)
         finally:
             for _, ticket in under_way:
-                _settle(self._reader, ticket)
+                # What failed has been said; the buffers must only be quiet.
+                with contextlib.suppress(OSError):
+                    self._reader.wait(ticket)
 
     def _submit(self, order: Iterator[Parcel], under_way: deque[tuple[_Staged, Any]]) -> None:
         """Read into every free buffer; wait for one where nothing else is under way."""
@@ -299,10 +302,3 @@ def _or_raise(found: _Staged | OSError) -> _Staged:
     if isinstance(found, OSError):
         raise found
     return found
-
-
-def _settle(reader: Reader, ticket: Any) -> None:
-    try:
-        reader.wait(ticket)
-    except OSError:
-        pass  # what failed has been said; the buffer must only be quiet

@@ -133,6 +133,11 @@ class Engine:
         return len(self._running)
 
     @property
+    def num_prefilling(self) -> int:
+        """Rows on board whose prompt is not all computed."""
+        return sum(row.progress().pending > 1 for row in self._running.values())
+
+    @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._rejected)
 
@@ -186,8 +191,7 @@ class Engine:
         if chunks:
             self.sweeps.begin()
             finished += self._run(chunks)
-            num_tokens = sum(chunk.end - chunk.begin for chunk in chunks)
-            self.sweeps.end(num_tokens, len(chunks))
+            self.sweeps.end(chunks)
         self.totals.num_rows += len(finished)
         return finished
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,7 +40,7 @@ class LinkStats:
     wait_s: float = 0.0
     copied_nbytes: int = 0
     copy_busy_s: float = 0.0
-    read: ReadStats = ReadStats()
+    read: ReadStats = field(default_factory=ReadStats)
 
     def __sub__(self, earlier: LinkStats) -> LinkStats:
         return LinkStats(

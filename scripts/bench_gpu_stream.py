@@ -1,9 +1,11 @@
-"""Sweeps of a 70B model whose weights stream from pinned memory, beside the link's own rate.
+"""A model that streams from pinned memory, through the engine, beside the link's own rate.
 
-    python -m scripts.bench_gpu_stream [--layers 80] [--host-share 1.0] [--json FILE]
+    python -m scripts.synth_gguf /data/70b.gguf --layers 80 --hidden 8192 --ffn 28672 --heads 64 \
+        --kv-heads 8 --vocab 128256 --mix Q4_K_M
+    python -m scripts.bench_gpu_stream --model /data/70b.gguf --memory 24GiB --json FILE
 
-Random weights in the shape of Llama 3 70B and the types of Q4_K_M; all layers hold the same bytes,
-each in pinned memory of its own. Sweeps run through engine.model, wall time, logits on the host.
+Sweeps of the engine, wall time, sampling included. What a sweep computes without transfers comes
+from a second engine on the same device that holds every weight, in as large sweeps.
 """
 
 from __future__ import annotations
@@ -11,214 +13,233 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cupy as cp
 import numpy as np
 
-from engine.hparams import Hparams
-from engine.model import Model, kv_shape
-from engine.rope import RopeParams
-from engine.weights import LayerMatrices, LayerVectors, Weights
-from kernels.cuda.backend import CudaOps
-from kernels.ops import PAGE_TOKENS, Batch
-from kernels.quants import BlockTensor
-from scripts.bench_gpu import tensor
+from engine import EngineConfig, Request, SamplingParams
+from engine.cuda_link import measure_link
+from engine.engine import Engine
+from engine.planner import Plan
+from engine.requests import FinishedRow
+from ntx_batch.spec import parse_size
 from scripts.bench_report import Report, machine_facts
 
-ROWS, CONTEXT, PROMPT = 96, 640, 512
-SWEEPS = 3
-
-
-def hparams_of(num_layers: int) -> Hparams:
-    return Hparams(
-        architecture="llama",
-        num_layers=num_layers,
-        hidden=8192,
-        ffn=28672,
-        num_heads=64,
-        num_kv_heads=8,
-        key_length=128,
-        value_length=128,
-        vocab_size=128256,
-        num_tokens=128256,
-        context_length=8192,
-        norm_eps=1e-5,
-        rope=RopeParams(rotary_dim=128, base=500000.0, style="adjacent"),
-        tied_embeddings=False,
-        has_qkv_bias=False,
-        has_qk_norm=False,
-    )
+PROMPT = 512
+SWEEPS = 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--host-share", type=float, default=1.0)
-    parser.add_argument(
-        "--prefill-tokens", type=int, nargs="+", default=[2560, 3072], help="multiples of 512"
-    )
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--memory", default="24GiB")
+    parser.add_argument("--rows", type=int, default=96)
+    parser.add_argument("--context", type=int, default=576, help="tokens of a decoding row")
+    parser.add_argument("--sweep-tokens", type=int, default=3072)
+    parser.add_argument("--disk-layers", type=int, default=0, help="run again with so many on disk")
+    parser.add_argument("--skip", nargs="*", default=[], help="parts to leave out")
+    parser.add_argument("--reader", default="auto")
     parser.add_argument("--json", type=Path, help="write all samples here")
     options = parser.parse_args(sys.argv[1:])
-    report = Report(f"{options.layers} layers of a 70B model, {options.host_share} streamed")
-    bench(report, options)
-    print(report.table())
-    if options.json is not None:
-        facts = {"machine": machine_facts(), "bench": "gpu stream", **report.to_dict()}
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    report = Report(f"{options.model.name} streamed to a GPU, {options.memory}")
+    try:
+        bench(report, options)
+    finally:
+        print(report.table(), flush=True)
+        if options.json is not None:
+            facts = {"machine": machine_facts(), "bench": "gpu stream", **report.to_dict()}
+            options.json.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+class Watch:
+    """The most device memory in use by all processes, sampled while it is entered."""
+
+    def __init__(self) -> None:
+        self.most_nbytes = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._over.wait(0.05):
+            free, total = cp.cuda.runtime.memGetInfo()
+            self.most_nbytes = max(self.most_nbytes, total - free)
 
 
 def bench(report: Report, options: argparse.Namespace) -> None:
-    link = link_rate(report)
-    compute = time_compute(report, options)
-    cp.get_default_memory_pool().free_all_blocks()
-    hparams = hparams_of(options.layers)
-    ops = CudaOps(host_share=options.host_share)
+    report.facts["gpu"] = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    compute = {} if "compute" in options.skip else time_compute(report, options)
+    link = measure_link()
+    report.facts["link, GB/s"] = round(link / 1e9, 2)
+    config = config_of(options)
+    with Watch() as watch:
+        plan = run_streamed(report, options, config, None, link, compute)
+    report.facts["device memory, most in use, GiB"] = round(watch.most_nbytes / 2**30, 2)
+    if options.disk_layers:
+        spread_plan = with_disk_layers(plan, options.disk_layers)
+        run_streamed(report, options, config, spread_plan, link, compute)
+
+
+def config_of(options: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
+        device="gpu",
+        expand="never",
+        memory_nbytes=parse_size(options.memory),
+        sweep_tokens=options.sweep_tokens,
+        reader=options.reader,
+    )
+
+
+def with_disk_layers(plan: Plan, count: int) -> Plan:
+    """`count` of the layers that host memory holds on disk instead, far apart."""
+    near = [layer for layer, stays in enumerate(plan.host) if stays]
+    step = len(near) / count
+    far = {near[int((place + 0.5) * step)] for place in range(count)}
+    host = tuple(stays and layer not in far for layer, stays in enumerate(plan.host))
+    return replace(plan, host=host)
+
+
+def run_streamed(
+    report: Report,
+    options: argparse.Namespace,
+    config: EngineConfig,
+    plan: Plan | None,
+    link: float,
+    compute: dict[str, float],
+) -> Plan:
     started = time.perf_counter()
-    weights = synthetic_weights(hparams, ops)
-    report.facts["gpu"] = ops.device_name
-    report.facts["seconds to fill pinned memory"] = round(time.perf_counter() - started, 1)
-    report.facts["GB in pinned memory"] = round(ops.host_tier.nbytes / 1e9, 2)
-    model = Model(hparams, weights, ops, max_tokens=max(options.prefill_tokens))
-    pool = ops.kv_pool(kv_shape(hparams), num_pages=ROWS * CONTEXT // PAGE_TOKENS, kv_type="f16")
-    for name, batch in batches(options.prefill_tokens).items():
-        model.forward(batch, pool)
-        for _ in range(SWEEPS):
-            copied = ops.host_tier.nbytes_copied
-            seconds = time_sweep(model, batch, pool)
-            copied = ops.host_tier.nbytes_copied - copied
-            report.add(f"{name}, tokens/s", batch.num_tokens / seconds)
-            report.add(f"{name}, s", seconds)
-            report.add(f"{name}, GB/s of link", copied / 1e9 / seconds)
-            report.add(f"{name}, share of link", copied / 1e9 / seconds / link)
-            floor = max(copied / 1e9 / link, compute[name] * options.layers)
-            report.add(f"{name}, sweep / max(transfer, compute)", seconds / floor)
-    free, total = cp.cuda.runtime.memGetInfo()
-    report.facts["GiB of device memory taken"] = round((total - free) / 2**30, 2)
-    used = cp.get_default_memory_pool().used_bytes()
-    report.facts["GiB of device memory used"] = round(used / 2**30, 2)
-    ops.close()
-
-
-def link_rate(report: Report) -> float:
-    pinned, target = cp.cuda.alloc_pinned_memory(1 << 30), cp.empty(1 << 30, np.uint8)
-    stream = cp.cuda.get_current_stream()
-    for _ in range(7):
-        begin, end = cp.cuda.Event(), cp.cuda.Event()
-        begin.record()
-        target.data.copy_from_host_async(pinned.ptr, 1 << 30, stream)
-        end.record()
-        end.synchronize()
-        seconds = cp.cuda.get_elapsed_time(begin, end) / 1e3
-        report.add("limit: pinned memory to device, GB/s", (1 << 30) / 1e9 / seconds)
-    return report.median("limit: pinned memory to device, GB/s")
+    with Engine(options.model, config, plan=plan) as engine:
+        far = "" if plan is None else f"{options.disk_layers} on disk: "
+        report.facts[f"{far}seconds to load"] = round(time.perf_counter() - started, 1)
+        report.facts[f"{far}plan"] = engine.plan.record()
+        for name, sweeps in kinds(options).items():
+            if name not in options.skip:
+                measure(report, engine, f"{far}{name}", sweeps, link, compute.get(name))
+        return engine.plan
 
 
 def time_compute(report: Report, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a layer without transfers, from a model of nine less one of one."""
-    times: dict[str, dict[int, float]] = {}
-    for num_layers in (1, 9):
-        ops, hparams = CudaOps(), hparams_of(num_layers)
-        model = Model(
-            hparams, synthetic_weights(hparams, ops), ops, max_tokens=max(options.prefill_tokens)
-        )
-        pool = ops.kv_pool(
-            kv_shape(hparams), num_pages=ROWS * CONTEXT // PAGE_TOKENS, kv_type="f16"
-        )
-        for name, batch in batches(options.prefill_tokens).items():
-            model.forward(batch, pool)
-            seconds = [time_sweep(model, batch, pool) for _ in range(7)]
-            times.setdefault(name, {})[num_layers] = min(seconds)  # the host's part varies
-        ops.close()
-    layer = {name: (by_layers[9] - by_layers[1]) / 8 for name, by_layers in times.items()}
-    for name, seconds_of_layer in layer.items():
-        report.add(f"{name}, ms of a layer without transfer", seconds_of_layer * 1e3)
-    return layer
+    """Seconds of each kind of sweep with every weight on the device."""
+    config = replace(config_of(options), memory_nbytes=None, kv_memory_nbytes=24 << 30)
+    found = {}
+    with Engine(options.model, config) as engine:
+        assert not engine.plan.streams, "the device does not hold the model"
+        for name, sweeps in kinds(options).items():
+            found[name] = float(np.median([sweeps(engine)[0] for _ in range(2)]))
+            report.add(f"{name}: s without transfers", found[name])
+    return found
 
 
-def time_sweep(model: Model, batch: Batch, pool: object) -> float:
+Sweeps = Callable[[Engine], tuple[float, int, int]]
+
+
+def kinds(options: argparse.Namespace) -> dict[str, Sweeps]:
+    """By name, what runs some sweeps of a kind: returns (seconds, tokens, decoded tokens) of one."""
+    return {
+        "decode": lambda engine: decode(engine, options),
+        "mixed": lambda engine: mixed(engine, options),
+        "prefill": lambda engine: prefill(engine, options),
+    }
+
+
+def measure(
+    report: Report,
+    engine: Engine,
+    name: str,
+    sweeps: Sweeps,
+    link: float,
+    compute_s: float | None,
+) -> None:
+    sweeps(engine)  # what products are made of is checked once for each shape
+    engine.sweeps.recent.clear()
+    for _ in range(3):
+        seconds, num_tokens, num_decoded = sweeps(engine)
+        records = list(engine.sweeps.recent)[-SWEEPS:]
+        streamed = records[-1].streamed_nbytes
+        report.add(f"{name}: s", seconds)
+        report.add(f"{name}: tokens/s", num_tokens / seconds)
+        if num_decoded:
+            report.add(f"{name}: decoded tokens/s", num_decoded / seconds)
+        report.add(f"{name}: GB/s into the ring", streamed / seconds / 1e9)
+        report.add(f"{name}: share of link", streamed / seconds / link)
+        report.add(f"{name}: s copying", float(np.mean([r.copy_busy_s for r in records])))
+        report.add(f"{name}: s computing stood still", float(np.mean([r.wait_s for r in records])))
+        if compute_s is not None:
+            floor = max(streamed / link, compute_s)
+            report.add(f"{name}: sweep / max(link, computing)", seconds / floor)
+
+
+def decode(engine: Engine, options: argparse.Namespace) -> tuple[float, int, int]:
+    board(engine, options)
+    rows = engine.num_running
+    return timed(engine), rows, rows
+
+
+def prefill(engine: Engine, options: argparse.Namespace) -> tuple[float, int, int]:
+    engine.cancel_all()
+    add_prompts(engine, (SWEEPS + 1) * options.sweep_tokens // PROMPT, PROMPT, 1)
+    engine.sweep()
+    num_tokens = options.sweep_tokens // PROMPT * PROMPT
+    return timed(engine), num_tokens, 0
+
+
+def mixed(engine: Engine, options: argparse.Namespace) -> tuple[float, int, int]:
+    """Decoding rows, and prompts up to nine tenths of a sweep beside them."""
+    board(engine, options)
+    rows = engine.num_running
+    count = int(0.9 * options.sweep_tokens - rows) // PROMPT
+    elapsed, tokens = 0.0, 0
+    for turn in range(SWEEPS):
+        add_prompts(engine, count, PROMPT, 1, first=10_000 * (turn + 1))
+        started = time.perf_counter()
+        engine.sweep()
+        elapsed += time.perf_counter() - started
+        tokens += engine.sweeps.recent[-1].num_tokens
+    return elapsed / SWEEPS, tokens // SWEEPS, rows
+
+
+def board(engine: Engine, options: argparse.Namespace) -> None:
+    """Put decoding rows on board, at the end of their context."""
+    if engine.num_running == options.rows:
+        return
+    engine.cancel_all()
+    new = 20 * SWEEPS
+    add_prompts(engine, options.rows, options.context - new, new)
+    while engine.num_waiting or engine.num_prefilling:
+        engine.sweep()
+    assert engine.num_running == options.rows, (engine.num_running, options.rows)
+
+
+def add_prompts(engine: Engine, count: int, num_tokens: int, new: int, first: int = 0) -> None:
+    rng = np.random.default_rng(first)
+    params = SamplingParams(max_tokens=new, ignore_eos=True)
+    for index in range(first, first + count):
+        ids = rng.integers(3, 30_000, num_tokens).astype(np.int32)
+        engine.add(Request(row_index=index, token_ids=ids, params=params))
+
+
+def timed(engine: Engine) -> float:
+    """Seconds of a sweep, over a few of them."""
+    finished: list[FinishedRow] = []
     started = time.perf_counter()
-    logits = model.forward(batch, pool)  # type: ignore[arg-type]
-    seconds = time.perf_counter() - started
-    assert np.isfinite(logits[:, :64]).all()
+    for _ in range(SWEEPS):
+        finished += engine.sweep()
+    seconds = (time.perf_counter() - started) / SWEEPS
+    assert all(row.status == "ok" for row in finished), finished[0].error_message
     return seconds
-
-
-def batches(prefill_tokens: list[int]) -> dict[str, Batch]:
-    """Decoding rows at the end of their context, whole prompts, and both at once."""
-    decode = [(row, CONTEXT - 10, CONTEXT - 9) for row in range(ROWS)]
-    mixed = decode + [(row, 0, PROMPT) for row in range(max(prefill_tokens) // PROMPT - 1)]
-    made = {f"decode, {ROWS} rows": batch_of(decode)}
-    for num_tokens in prefill_tokens:
-        prompts = [(row, 0, PROMPT) for row in range(num_tokens // PROMPT)]
-        made[f"prefill, {num_tokens} tokens"] = batch_of(prompts)
-    made[f"decode and prefill, {ROWS} + {len(mixed[ROWS:]) * PROMPT} tokens"] = batch_of(mixed)
-    return made
-
-
-def batch_of(spans: list[tuple[int, int, int]]) -> Batch:
-    """(row, begin, end) in order; each row has pages of its own for the whole context."""
-    sizes = [end - begin for _, begin, end in spans]
-    bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    return Batch(
-        token_ids=np.random.default_rng(5).integers(0, 128000, bounds[-1]).astype(np.int32),
-        positions=np.concatenate([np.arange(b, e, dtype=np.int32) for _, b, e in spans]),
-        rows=np.repeat([row for row, _, _ in spans], sizes).astype(np.int32),
-        page_table=np.arange(ROWS * CONTEXT // PAGE_TOKENS, dtype=np.int32).reshape(ROWS, -1),
-        segments=np.stack([bounds[:-1], bounds[1:]], axis=1),
-        logit_indices=bounds[1:] - 1,
-    )
-
-
-class Tensors:
-    """Random tensors by type and shape, each made once."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[str, int, int], BlockTensor] = {}
-
-    def __call__(self, type_name: str, num_outputs: int, num_inputs: int) -> BlockTensor:
-        key = (type_name, num_outputs, num_inputs)
-        if key not in self._made:
-            self._made[key] = tensor(*key)
-        return self._made[key]
-
-
-_TENSORS = Tensors()
-
-
-def synthetic_weights(hparams: Hparams, ops: CudaOps) -> Weights:
-    hidden, ffn, kv = hparams.hidden, hparams.ffn, 8 * 128
-    ones = ops.put(np.ones(hidden, np.float32))
-    vectors = LayerVectors(attn_norm=ones, qkv_bias=None, q_norm=None, k_norm=None, ffn_norm=ones)
-    made = _TENSORS
-
-    def layer(index: int) -> LayerMatrices:
-        rich = "Q6_K" if _gets_more_bits(index, hparams.num_layers) else "Q4_K"
-        q, k, v = made("Q4_K", hidden, hidden), made("Q4_K", kv, hidden), made(rich, kv, hidden)
-        gate_up = [made("Q4_K", ffn, hidden)] * 2
-        return LayerMatrices(
-            qkv=ops.pack([q, k, v], expand=False),
-            attn_output=ops.pack([q], expand=False),
-            gate_up=ops.pack(gate_up, expand=False),
-            ffn_down=ops.pack([made(rich, hidden, ffn)], expand=False),
-        )
-
-    layers = tuple(layer(index) for index in range(hparams.num_layers))
-    vocab = hparams.vocab_size
-    return Weights(
-        embedding=ops.pack([made("Q4_K", vocab, hidden)], expand=False),
-        vectors=(vectors,) * hparams.num_layers,
-        layers=layers,
-        output_norm=ones,
-        head=ops.pack([made("Q6_K", vocab, hidden)], expand=False),
-    )
-
-
-def _gets_more_bits(layer: int, num_layers: int) -> bool:
-    """The layers whose v and down are Q6_K in Q4_K_M (llama.cpp, use_more_bits)."""
-    eighth = num_layers // 8
-    return layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def board(engine: Engine, rows: int) -> None:
     ids = np.arange(10, 14, dtype=np.int32)
     for index in range(rows):
         engine.add(Request(row_index=index, token_ids=ids, params=params))
-    while engine.num_waiting or any(r.progress().pending > 1 for r in engine._running.values()):
+    while engine.num_waiting or engine.num_prefilling:
         engine.sweep()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,16 @@ import pytest
 
 from engine import EngineConfig, Request, SamplingParams
 from engine.engine import Engine
+from engine.extents import ALIGNMENT
+from engine.gguf_file import GgufFile
+from engine.planner import Plan
+from engine.weight_stream import parcel_layouts
+from nvme import Reader, ReadError, open_reader
+from scripts.synth_gguf import Shape, write_model
 from tests import golden
 from tests.test_cuda_ops import open_ops
 
-pytest.importorskip("cupy", reason="CuPy is not installed")
+cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
 MAX_ERROR = 3e-2  # half operands
@@ -113,22 +121,124 @@ def test_rows_alone_in_a_batch_shuffled_and_in_chunks_are_the_same(ops: Any, nam
             assert run_rows(engine, requests) == alone, settings
 
 
-@pytest.mark.parametrize(
-    "host_share, ahead_nbytes", [(0.5, 1 << 30), (1.0, 0), (1.0, 300_000), (1.0, 1 << 30)]
-)
-def test_weights_in_host_memory_give_the_same_bytes(
-    ops: Any, host_share: float, ahead_nbytes: int
+PLACES = {
+    "host": ("hhhhhh", "h"),
+    "disk": ("dddddd", "d"),
+    "one disk layer": ("hhhdhh", "h"),
+    "all tiers": ("rhdrhd", "d"),
+    "resident head": ("hdhdhd", "r"),
+}
+
+
+def tiered_plan(
+    engine: Engine, path: Path, letters: tuple[str, str], ring_parcels: float
+) -> Plan:
+    """The engine's plan with its layers and head in these tiers."""
+    layers, head = letters
+    layouts, head_layout = parcel_layouts(GgufFile.open(path), engine.hparams)
+    assert head_layout is not None and len(layouts) == len(layers)
+    sizes = [(layout.nbytes, letter) for layout, letter in zip(layouts, layers, strict=True)]
+    sizes.append((head_layout.nbytes, head))
+    largest = max(nbytes for nbytes, _ in sizes)
+    return replace(
+        engine.plan,
+        resident=tuple(letter == "r" for letter in layers),
+        head_resident=head == "r",
+        host=tuple(letter == "h" for letter in layers),
+        head_in_host=head == "h",
+        ring_nbytes=int(ring_parcels * largest) // ALIGNMENT * ALIGNMENT,
+        streamed_nbytes=sum(nbytes for nbytes, letter in sizes if letter != "r"),
+        disk_nbytes=sum(nbytes for nbytes, letter in sizes if letter == "d"),
+    )
+
+
+@pytest.fixture(scope="module")
+def six_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a head of its own, so that some can stream and some stay."""
+    path = tmp_path_factory.mktemp("model") / "six.gguf"
+    shape = Shape(num_layers=6, hidden=256, ffn=512, num_heads=4, num_kv_heads=2)
+    write_model(path, shape, type_name="Q4_K")
+    return path
+
+
+@pytest.mark.parametrize("ring_parcels", [1, 2, 3.5])
+@pytest.mark.parametrize("places", PLACES)
+def test_streamed_weights_give_the_bytes_of_resident_ones(
+    ops: Any, six_layers: Path, places: str, ring_parcels: float
 ) -> None:
-    """From a ring that holds one weight, a few, and all of them."""
+    """From pinned memory, off the disk through it, and both, in rings of one parcel and more."""
     requests = prompts()
-    with open_engine(ops, "llama-q4_k_m") as engine:
+    config = EngineConfig(kv_memory_nbytes=POOL, expand="never", sweep_tokens=50, reader="direct")
+    with Engine(six_layers, config, ops=OwnOps(ops)) as engine:
+        plan = tiered_plan(engine, six_layers, PLACES[places], ring_parcels)
         expected = run_rows(engine, requests)
-    tiered = open_ops(host_share=host_share, ahead_nbytes=ahead_nbytes)
-    with open_engine(tiered, "llama-q4_k_m", sweep_tokens=50) as engine:
-        copies = []
+    with Engine(six_layers, config, ops=OwnOps(ops), plan=plan) as engine:
         for _ in range(2):
             assert run_rows(engine, requests) == expected
-            copies.append(tiered.host_tier.nbytes_copied)
-        assert engine.logits(requests[0].token_ids, kv_type="f16").shape[0] > 0
-        assert 0 < tiered.host_tier.nbytes <= copies[0] < copies[1]
-    tiered.close()
+        assert engine.record()["placement"] == " ".join(PLACES[places])
+        sweeps = engine.sweeps.totals
+        assert sweeps.streamed_nbytes == sweeps.num_sweeps * plan.streamed_nbytes
+        assert sweeps.copied_nbytes >= sweeps.streamed_nbytes and sweeps.copy_busy_s > 0
+        read_nbytes = sweeps.direct_nbytes + sweeps.buffered_nbytes
+        assert (read_nbytes > 0) == (plan.disk_nbytes > 0)
+
+
+def test_a_read_that_fails_once_is_tried_again_and_one_that_stays_ends_the_sweep(
+    ops: Any, six_layers: Path
+) -> None:
+    requests = prompts()
+    config = EngineConfig(kv_memory_nbytes=POOL, expand="never", reader="direct")
+    with Engine(six_layers, config, ops=OwnOps(ops)) as engine:
+        plan = tiered_plan(engine, six_layers, PLACES["all tiers"], 2)
+        expected = run_rows(engine, requests)
+    failing: list[FailingReader] = []
+
+    def open_failing(paths: Any) -> FailingReader:
+        failing.append(FailingReader(open_reader("direct", paths)))
+        return failing[0]
+
+    with Engine(
+        six_layers, config, ops=OwnOps(ops), plan=plan, reader_factory=open_failing
+    ) as engine:
+        failing[0].failures_left = 1
+        assert run_rows(engine, requests) == expected
+        assert engine.totals.num_failed_sweeps == 1
+        failing[0].failures_left = 1000
+        engine.add(requests[0])
+        with pytest.raises(ReadError, match="planted"):
+            engine.sweep()
+
+
+class FailingReader:
+    """Fails as often as told, when a read is waited for."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.failures_left = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def wait(self, ticket: Any) -> None:
+        self._reader.wait(ticket)
+        if self.failures_left:
+            self.failures_left -= 1
+            raise ReadError("planted")
+
+
+def test_device_memory_does_not_grow_with_rows_of_changing_length(ops: Any) -> None:
+    """Case 107: rows of 10 and of 300 tokens, in turn, after one of each."""
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    rng = np.random.default_rng(3)
+    lengths = [10, 300] * 40
+    requests = [
+        Request(row_index=i, token_ids=rng.integers(3, 500, n).astype(np.int32), params=params)
+        for i, n in enumerate(lengths)
+    ]
+    with open_engine(ops, "llama-q4_k_m") as engine:
+        run_rows(engine, requests[:2])
+        run_rows(engine, requests)
+        before = cp.get_default_memory_pool().total_bytes()
+        for request in requests:
+            run_rows(engine, [request])
+        assert cp.get_default_memory_pool().total_bytes() == before
