@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from tests.cpu_helpers import (
 from tests.cuda_helpers import HostOps, kv_shape_of
 
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
+product = pytest.importorskip("kernels.cuda.product")
 pytestmark = pytest.mark.gpu
 
 
@@ -130,6 +133,63 @@ def test_a_product_depends_on_its_token_alone(ops: Any, num_outputs: int) -> Non
         assert alone.tobytes() == together[token : token + 1].tobytes(), token
 
 
+@pytest.mark.parametrize("num_outputs, num_inputs", [(1500, 1024), (4096, 512)])
+def test_bytes_do_not_depend_on_how_much_of_a_weight_is_decoded_at_once(
+    num_outputs: int, num_inputs: int, ops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In slabs whose products go to columns of the output, and by way of scratch."""
+    rng = np.random.default_rng(6)
+    x = rng.standard_normal((600, num_inputs), dtype=np.float32)
+    weight = ops.pack([random_tensor(rng, "Q4_K", num_outputs, num_inputs)], expand=False)
+    whole = matmul(ops, x, weight)
+    monkeypatch.setattr(product, "SLAB_NBYTES", 512 * num_inputs * 2)
+    assert matmul(ops, x, weight).tobytes() == whole.tobytes()
+    start = np.zeros_like(whole)
+    assert matmul(ops, x, weight, out=start, accumulate=True).tobytes() == whole.tobytes()
+
+
+def test_tensors_on_the_device_are_read_in_place(ops: Any) -> None:
+    rng = np.random.default_rng(7)
+    tensor = random_tensor(rng, "Q6_K", 30, 512)
+    memory = cp.zeros(64 + tensor.data.nbytes, cp.uint8)
+    there = memory[64:].reshape(tensor.data.shape)
+    weight = ops.pack([replace(tensor, data=there)], expand=False)
+    x = rng.standard_normal((3, 512), dtype=np.float32)
+    assert not matmul(ops, x, weight).any()
+    there[...] = cp.asarray(tensor.data)
+    copied = ops.pack([tensor], expand=False)
+    assert matmul(ops, x, weight).tobytes() == matmul(ops, x, copied).tobytes()
+
+
+def test_products_take_no_more_scratch_than_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first products of a shape, with their checks, included."""
+    monkeypatch.setattr(product, "SLAB_NBYTES", 32 << 20)
+    made, pool = open_ops(), cp.get_default_memory_pool()
+    shapes, num_tokens, rng = [(9000, 4096), (4096, 9216)], 2100, np.random.default_rng(8)
+    plan, cases = made.plan(flat_batch(num_tokens), FLAT_SHAPE, 1), []
+    for num_outputs, num_inputs in shapes:
+        weight = made.pack([random_tensor(rng, "Q4_K", num_outputs, num_inputs)], expand=False)
+        x = made.put(rng.standard_normal((num_tokens, num_inputs), dtype=np.float32))
+        cases.append((x, weight, made.empty(num_tokens, num_outputs)))
+    pool.free_all_blocks()
+    pool.set_limit(size=pool.total_bytes() + made.products.scratch_nbytes(shapes, num_tokens))
+    try:
+        for x, weight, out in cases:
+            made.matmul(0, plan, x, weight, out)
+            made.matmul(0, plan, x, weight, out, accumulate=True)
+    finally:
+        pool.set_limit(size=0)
+        made.close()
+
+
+def test_the_device_tells_its_driver_and_memory(ops: Any) -> None:
+    assert re.fullmatch(r"\d+\.\d", ops.ops.driver_version())
+    free_nbytes, total_nbytes = ops.ops.memory_info()
+    assert 0 < free_nbytes < total_nbytes
+    assert ops.ops.default_kv_type == "f16"
+    ops.ops.synchronize()
+
+
 @pytest.mark.parametrize("hidden", [1, 2, 33, 255, 256, 257, 8192])
 @pytest.mark.parametrize("num_tokens", [1, 7])
 def test_rms_norm_matches_float64(ops: Any, hidden: int, num_tokens: int) -> None:
@@ -194,7 +254,8 @@ def test_a_kernel_that_does_not_compile_shows_the_log(
 ) -> None:
     from kernels.cuda import modules
 
-    (tmp_path / "common.cuh").write_text("")
+    for name in modules.PRELUDE:
+        (tmp_path / name).write_text("")
     (tmp_path / "bad.cu").write_text('extern "C" __global__ void bad() { nonsense; }')
     monkeypatch.setattr(modules, "FOLDER", tmp_path)
     with pytest.raises(KernelError, match=r"(?s)bad.cu: bad does not compile.*nonsense"):

@@ -11,7 +11,15 @@ import kernels.cuda
 from kernels.cuda import cuda_ops
 from kernels.ops import KernelError
 
-SOURCES = {"attention.cu", "common.cuh", "dequant.cu", "pointwise.cu", "product.cu"}
+SOURCES = {
+    "attention.cu",
+    "blocks.cuh",
+    "common.cuh",
+    "dequant.cu",
+    "few.cu",
+    "pointwise.cu",
+    "product.cu",
+}
 
 
 def test_without_cupy_the_backend_says_which_extra_to_install() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Literal
 
 from kernels.ops import KernelError, Ops
+
+ProductWay = Literal["tiles", "few"]
 
 
 def refusal() -> str | None:
@@ -25,11 +28,14 @@ def refusal() -> str | None:
     return None
 
 
-def cuda_ops(device: int = 0) -> Ops:
-    """The backend on one GPU. Raises KernelError: no CuPy, no such device."""
+def cuda_ops(device: int = 0, *, products: ProductWay = "tiles") -> Ops:
+    """The backend on one GPU; see `kernels.cuda.backend.CudaOps`.
+
+    Raises KernelError: no CuPy, no such device.
+    """
     refused = refusal() if device == 0 else None
     if refused is not None:
         raise KernelError(refused)
     from kernels.cuda.backend import CudaOps
 
-    return CudaOps(device)
+    return CudaOps(device, products=products)

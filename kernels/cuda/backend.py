@@ -9,11 +9,12 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from kernels.cuda import matrix
+from kernels.cuda import ProductWay, matrix
+from kernels.cuda.few import FewProducts
 from kernels.cuda.host_tier import HostTier
 from kernels.cuda.matrix import CudaMatrix, DeviceArray
 from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, floats_together, get_kernel
-from kernels.cuda.plan import SweepPlan, plan_sweep
+from kernels.cuda.plan import MAX_PARTIALS, SweepPlan, plan_sweep
 from kernels.cuda.product import Products
 from kernels.ops import (
     PAGE_TOKENS,
@@ -29,10 +30,15 @@ from kernels.ops import (
 from kernels.quants import BlockTensor
 
 MAX_HEAD = 256
+MAX_PARTIALS_NBYTES = MAX_PARTIALS * (4 * MAX_HEAD + 8)
 _KEY_STEP, _VALUE_STEP = 32, 8  # sizes of a head are padded to, or must be, multiples of these
 _KV_TYPES = {"f32": (np.float32, "float"), "f16": (np.float16, "__half")}
 _THREADS = 256
 _WARPS = 4
+_CAPABILITY = (
+    cp.cuda.runtime.cudaDevAttrComputeCapabilityMajor,
+    cp.cuda.runtime.cudaDevAttrComputeCapabilityMinor,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +58,34 @@ class CudaOps:
     """See `kernels.ops.Ops`. One worker, whose calls return before the GPU has done them.
 
     device: index among the visible GPUs
-    library: whether products may use the vendor's library; see `kernels.cuda.product`
+    products: "tiles" of any number of tokens, inputs rounded to halves (`kernels.cuda.product`), or
+        "few": all sweeps in groups of eight tokens (`kernels.cuda.few`); bytes differ between them
+    library: whether tiles may use the vendor's library
     host_share: share of the quantised weights' bytes that stays in pinned host memory, spread
         evenly over them, and is copied to the device ahead of each use
     ahead_nbytes: how much of it is copied ahead
     """
 
     name = "cuda"
-    packs_views = False
+    default_kv_type: KvType = "f16"
     num_workers = 1
 
     def __init__(
         self,
         device: int = 0,
         *,
+        products: ProductWay = "tiles",
         library: bool = True,
         host_share: float = 0.0,
         ahead_nbytes: int = 1 << 30,
     ) -> None:
         if not 0 <= host_share <= 1:
             raise KernelError(f"host_share is {host_share}; give a share from 0 to 1")
-        self._device = _open_device(device)
+        check_device(device)
+        self._device = cp.cuda.Device(device)
         self._device.use()
-        self.products = Products(library=library)
+        self.products: Products | FewProducts
+        self.products = FewProducts() if products == "few" else Products(library=library)
         self.host_tier = HostTier(ahead_nbytes)
         self._host_share = host_share
         self._weights_nbytes = 0
@@ -84,6 +95,22 @@ class CudaOps:
     def device_name(self) -> str:
         properties = cp.cuda.runtime.getDeviceProperties(self._device.id)
         return str(properties["name"].decode())
+
+    def driver_version(self) -> str:
+        """The newest CUDA version that the driver runs, "12.9"."""
+        major, rest = divmod(int(cp.cuda.runtime.driverGetVersion()), 1000)
+        return f"{major}.{rest // 10}"
+
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes of the device that no process holds, and all bytes."""
+        free_nbytes, total_nbytes = self._device.mem_info
+        return int(free_nbytes), int(total_nbytes)
+
+    def synchronize(self) -> None:
+        self._device.synchronize()
+
+    def scratch_nbytes(self, shapes: Sequence[tuple[int, int]], num_tokens: int) -> int:
+        return self.products.scratch_nbytes(shapes, num_tokens) + MAX_PARTIALS_NBYTES
 
     def close(self) -> None:
         self.host_tier.close()
@@ -323,20 +350,20 @@ class CudaOps:
         self._product(normed, weight, logits)
 
 
-def _open_device(index: int) -> Any:
+def check_device(index: int) -> None:
+    """Raise KernelError where a GPU cannot be used; takes no memory on it."""
     try:
         count = cp.cuda.runtime.getDeviceCount()
     except cp.cuda.runtime.CUDARuntimeError as error:
         raise KernelError(f"no GPU can be used: {error}; check the driver (nvidia-smi)") from error
     if not 0 <= index < count:
         raise KernelError(f"GPU {index} is not among the {count} visible; see CUDA_VISIBLE_DEVICES")
-    device = cp.cuda.Device(index)
-    if int(device.compute_capability) < 80:
+    major, minor = (cp.cuda.runtime.deviceGetAttribute(name, index) for name in _CAPABILITY)
+    if major < 8:
         raise KernelError(
-            f"GPU {index} has compute capability {device.compute_capability}, the kernels need 80 "
-            "(Ampere) or newer; run on the CPU"
+            f"GPU {index} has compute capability {major}{minor}, the kernels need 80 (Ampere) or "
+            "newer; run on the CPU"
         )
-    return device
 
 
 def _check_heads(shape: KvShape) -> None:

@@ -1,5 +1,5 @@
-// Put before every source file: types, reductions whose order depends on the shape alone, and the
-// tensor cores' product.
+// Put before every source file, and blocks.cuh after it: types, reductions whose order depends on the
+// shape alone, and the tensor cores' product.
 #include <cuda_fp16.h>
 
 using u8 = unsigned char;
@@ -70,6 +70,13 @@ __device__ __forceinline__ int half_exponent(float most) {
   const int exponent = (__float_as_int(most) >> 23 & 255) - 127;
   if (most == 0.0f || exponent > 127) return 0;
   return max(exponent - 14, -100);
+}
+
+// Exponent e such that most * 2**-e lies in [2**10, 2**11): halves hold sums of 16 such values.
+__device__ __forceinline__ int run_exponent(float most) {
+  const int exponent = (__float_as_int(most) >> 23 & 255) - 127;
+  if (most == 0.0f || exponent > 127) return 0;
+  return max(exponent - 10, -116);
 }
 
 // Finite values stay finite; a NaN stays one, which fminf and fmaxf alone would hide.

@@ -44,11 +44,14 @@ class Library:
     def product(self, x: Any, outputs: Any, sums: Any) -> None:
         """sums (m, n) float32 = x (m, k) · outputsᵀ, outputs (n, k), halves.
 
+        The rows of sums may lie further apart.
+
         Raises KernelError.
         """
         # Row-major sums = x · outputsᵀ is column-major sumsᵀ = outputs · xᵀ.
         num_outputs, num_inputs = outputs.shape
         n, m, k = c_int(num_outputs), c_int(len(x)), c_int(num_inputs)
+        stride = c_int(sums.strides[0] // 4)
         self._follow_stream()
         status = self._calls.cublasGemmEx(
             self._handle,
@@ -67,7 +70,7 @@ class Library:
             byref(_ZERO),
             c_void_p(sums.data.ptr),
             _FLOAT,
-            n,
+            stride,
             _FLOAT_SUMS,
             _ITS_CHOICE,
         )

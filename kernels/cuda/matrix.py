@@ -49,7 +49,10 @@ class CudaMatrix:
 
 
 def pack(tensors: Sequence[BlockTensor], *, expand: bool) -> CudaMatrix:
-    """Copy tensors to the device. Raises UnsupportedTypeError, KernelError."""
+    """Copy tensors to the device, but for those whose bytes are there: they are read in place.
+
+    Raises UnsupportedTypeError, KernelError.
+    """
     matrix = pack_parts(tensors, lambda _, data: cp.asarray(data))
     if not expand:
         return matrix
@@ -66,7 +69,8 @@ def pack_parts(
     parts, first_output = [], 0
     for index, tensor in enumerate(tensors):
         _check_tensor(tensor, num_inputs)
-        blocks = place(index, np.ascontiguousarray(tensor.data))
+        data = tensor.data
+        blocks = place(index, data if data.flags.c_contiguous else data.copy())
         parts.append(CudaPart(tensor.type.name, first_output, tensor.num_outputs, blocks))
         first_output += tensor.num_outputs
     return CudaMatrix(first_output, num_inputs, tuple(parts), None)

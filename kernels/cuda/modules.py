@@ -12,6 +12,7 @@ import numpy as np
 from kernels.ops import KernelError
 
 FOLDER = Path(__file__).parent
+PRELUDE = ("common.cuh", "blocks.cuh")
 NULL = np.uint64(0)  # a pointer argument that is not there
 MAX_GRID_Y = 65535
 
@@ -27,7 +28,7 @@ def get_kernel(file: str, name: str) -> Any:
 @functools.cache
 def _kernel(file: str, name: str, device: int) -> Any:
     module = cp.RawModule(
-        code=_source("common.cuh") + _source(file),
+        code="".join(_source(part) for part in (*PRELUDE, file)),
         options=("-std=c++17", f"-I{_headers()}"),
         name_expressions=[name] if "<" in name else None,
     )

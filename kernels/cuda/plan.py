@@ -16,7 +16,7 @@ from kernels.cuda.matrix import DeviceArray
 from kernels.ops import ATTENTION_BLOCK, PAGE_TOKENS, Batch, Int32, KvShape
 
 TILE_ROWS = 16
-MAX_PARTIALS = 1 << 20  # rows, KV heads and blocks whose partials are in memory at once
+MAX_PARTIALS = 1 << 17  # rows, KV heads and blocks whose partials are in memory at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,13 +65,13 @@ extern "C" __global__ void to_halves(int width, const float* __restrict__ x,
   if (threadIdx.x == 0) exponents[token] = exponent;
 }
 
-// out[t] *= 2**exponents[t]
-extern "C" __global__ void rescale(int num_tokens, int width, const int* __restrict__ exponents,
-                                   float* __restrict__ out) {
+// out[t] *= 2**exponents[t]; columns [0, width) of rows of `stride`
+extern "C" __global__ void rescale(int num_tokens, int width, i64 stride,
+                                   const int* __restrict__ exponents, float* __restrict__ out) {
   for (i64 token = blockIdx.x; token < num_tokens; token += gridDim.x) {
     if (exponents[token] == 0) continue;
     const float scale = exponent_of_two(exponents[token]);
-    for (int i = threadIdx.x; i < width; i += blockDim.x) out[token * width + i] *= scale;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) out[token * stride + i] *= scale;
   }
 }
 

@@ -11,8 +11,7 @@ our own takes over. Up to eight tiles go together where that, too, gives the byt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import cupy as cp
 import numpy as np
@@ -20,11 +19,12 @@ import numpy as np
 from kernels.cuda.library import Library, open_library
 from kernels.cuda.matrix import CudaMatrix, DeviceArray, dequantize
 from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, floats_together, get_kernel
+from kernels.cuda.scratch import Scratch, free_unused
 from kernels.ops import KernelError
 
 TILE_TOKENS = 256
 TILES_AT_ONCE = (8, 4, 2)
-SLAB_NBYTES = 1 << 30  # halves of a weight that are decoded at once
+SLAB_NBYTES = 1 << 29  # halves of a weight that are decoded at once
 ALIGNMENT = 512  # of what CuPy allocates
 _THREADS = 256
 
@@ -39,7 +39,8 @@ class Products:
         self._library = open_library() if library else None
         self._by_library: dict[tuple[int, int], bool] = {}
         self._goes_at_once: dict[tuple[tuple[int, int], int], bool] = {}
-        self._scratch: dict[str, DeviceArray] = {}
+        self._in_place: dict[tuple[tuple[int, int], int, int], bool] = {}
+        self._scratch = Scratch()
 
     def close(self) -> None:
         self._scratch.clear()
@@ -56,6 +57,19 @@ class Products:
             for shape, by_library in self._by_library.items()
         }
 
+    def scratch_nbytes(self, shapes: Sequence[tuple[int, int]], num_tokens: int) -> int:
+        """Bytes that products of such weights take at most, the checks of the library included.
+
+        shapes: (num_outputs, num_inputs) of each
+        """
+        padded = blocks_for(num_tokens, TILE_TOKENS) * TILE_TOKENS
+        at_once = min(padded, TILE_TOKENS * TILES_AT_ONCE[0])
+        inputs = max(num_inputs for _, num_inputs in shapes)
+        outputs = max(min(num_outputs, _slab(num_inputs)) for num_outputs, num_inputs in shapes)
+        halves = max(min(n * m, _slab(m) * m) for n, m in shapes)
+        checks = at_once * inputs * 2 + 2 * TILE_TOKENS * outputs * 4
+        return padded * (2 * inputs + 4) + halves * 2 + at_once * outputs * 4 + checks
+
     def matmul(
         self,
         x: DeviceArray,
@@ -69,20 +83,22 @@ class Products:
         if num_tokens == 0:
             return
         halves, exponents = self._operand(x)
-        slab = max(1, SLAB_NBYTES // (2 * num_inputs))
+        slab = _slab(num_inputs)
         for begin in range(0, weight.num_outputs, slab):
             end = min(begin + slab, weight.num_outputs)
+            shape, whole = (end - begin, num_inputs), bias is None and not accumulate
+            chunks = list(self._chunks(num_tokens, shape, whole=whole))
             outputs = self._outputs(weight, begin, end)
             part_bias = None if bias is None else bias[begin:end]
-            in_place = bias is None and not accumulate and len(outputs) == weight.num_outputs
-            for first, count in self._chunks(num_tokens, outputs.shape, whole=in_place):
+            for first, count in chunks:
                 tokens = slice(first, min(first + count, num_tokens))
                 operand, target = halves[first : first + count], out[tokens]
-                if in_place and _may_hold_sums(target, count):
-                    self._multiply(operand, outputs, target)
-                    _rescale(target, exponents[tokens])
+                columns = target[:, begin:end]
+                if whole and len(target) == count and self._goes_in_place(count, outputs, columns):
+                    self._multiply(operand, outputs, columns)
+                    _rescale(columns, exponents[tokens])
                 else:
-                    sums = self._buffer("sums", (count, len(outputs)), cp.float32)
+                    sums = self._scratch.take("sums", (count, len(outputs)), cp.float32)
                     self._multiply(operand, outputs, sums)
                     _finish(sums, exponents[tokens], part_bias, accumulate, target, begin)
 
@@ -104,8 +120,8 @@ class Products:
     def _operand(self, x: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
         num_tokens, num_inputs = x.shape
         padded = blocks_for(num_tokens, TILE_TOKENS) * TILE_TOKENS
-        halves = self._buffer("x", (padded, num_inputs), cp.float16)
-        exponents = self._buffer("exponents", (padded,), cp.int32)
+        halves = self._scratch.take("x", (padded, num_inputs), cp.float16)
+        exponents = self._scratch.take("exponents", (padded,), cp.int32)
         get_kernel("pointwise.cu", "to_halves")(
             (num_tokens,), (_THREADS,), (np.int32(num_inputs), x, halves, exponents)
         )
@@ -114,7 +130,7 @@ class Products:
     def _outputs(self, weight: CudaMatrix, begin: int, end: int) -> DeviceArray:
         if weight.halves is not None:
             return weight.halves[begin:end]
-        halves = self._buffer("weight", (end - begin, weight.num_inputs), cp.float16)
+        halves = self._scratch.take("weight", (end - begin, weight.num_inputs), cp.float16)
         dequantize(weight, begin, halves)
         return halves
 
@@ -128,97 +144,116 @@ class Products:
     def _goes_by_library(self, shape: tuple[int, int]) -> bool:
         if shape not in self._by_library:
             library = self._library
-            self._by_library[shape] = library is not None and _is_uniform(library, shape)
-            _free_unused()
+            self._by_library[shape] = library is not None and self._is_uniform(library, shape)
+            free_unused()
         return self._by_library[shape]
 
     def _tiles(self, shape: tuple[int, int], most: int) -> int:
         """How many tiles of at most `most` go together."""
         library = self._library
-        if library is None or most == 1 or not self._goes_by_library(shape):
+        if not self._goes_by_library(shape) or library is None or most == 1:
             return 1
         for tiles in TILES_AT_ONCE:
             if tiles > most:
                 continue
             if (shape, tiles) not in self._goes_at_once:
-                self._goes_at_once[shape, tiles] = _is_same_at_once(library, shape, tiles)
-                _free_unused()
+                self._goes_at_once[shape, tiles] = self._is_same_at_once(library, shape, tiles)
+                free_unused()
             if self._goes_at_once[shape, tiles]:
                 return tiles
         return 1
 
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
-        """A part of a scratch buffer that lives on; the rows nobody wrote hold anything."""
-        count = int(np.prod(shape))
-        have = self._scratch.get(name)
-        if have is None or len(have) < count:
-            self._scratch.pop(name, None)
-            self._scratch[name] = cp.zeros(count, dtype)
-        return self._scratch[name][:count].reshape(shape)
-
-
-def _is_same_at_once(library: Library, shape: tuple[int, int], tiles: int) -> bool:
-    """Whether tiles at once give the same bytes as one by one."""
-    num_outputs, num_inputs = shape
-    num_tokens = tiles * TILE_TOKENS
-    rng = np.random.default_rng(num_inputs)
-    x = _repeated_rows(rng, 61, (num_tokens, num_inputs))
-    outputs = _repeated_rows(rng, 67, shape)
-    sums = cp.full((num_tokens, num_outputs), cp.nan, cp.float32)
-    tile = cp.full((TILE_TOKENS, num_outputs), cp.nan, cp.float32)
-    library.product(x, outputs, sums)
-    for first in range(0, num_tokens, TILE_TOKENS):
-        rows = slice(first, first + TILE_TOKENS)
-        library.product(x[rows], outputs, tile)
-        if not bool((tile.view(cp.int32) == sums[rows].view(cp.int32)).all()):
+    def _is_uniform(self, library: Library, shape: tuple[int, int]) -> bool:
+        """Whether the library gives the same bytes at all places of the tile, and right ones."""
+        num_outputs, num_inputs = shape
+        rng = np.random.default_rng(num_outputs)
+        x = _repeated_rows(rng, 1, cp.empty((TILE_TOKENS, num_inputs), cp.float16))
+        outputs = self._scratch.take("weight", shape, cp.float16)
+        _repeated_rows(rng, min(num_outputs, 64), outputs)
+        sums = self._scratch.take("sums", (TILE_TOKENS, num_outputs), cp.float32)
+        sums[...] = cp.nan
+        library.product(x, outputs, sums)
+        if not all(_same_bytes(sums[token], sums[0]) for token in range(1, TILE_TOKENS)):
             return False
-    return True
+        some = cp.asnumpy(outputs[:64]).astype(np.float64)
+        expected = some @ cp.asnumpy(x[0]).astype(np.float64)
+        error = np.abs(cp.asnumpy(sums[0, : len(some)]) - expected).max()
+        if not error <= 1e-3 * num_inputs**0.5:
+            raise KernelError(
+                f"the library's product of {num_outputs} x {num_inputs} halves is off by {error} "
+                f"on this GPU; expected at most {1e-3 * num_inputs**0.5:.3g}; check the driver"
+            )
+        return True
+
+    def _is_same_at_once(self, library: Library, shape: tuple[int, int], tiles: int) -> bool:
+        """Whether tiles at once give the same bytes as one by one."""
+        num_outputs, num_inputs = shape
+        num_tokens = tiles * TILE_TOKENS
+        rng = np.random.default_rng(num_inputs)
+        x = _repeated_rows(rng, 61, cp.empty((num_tokens, num_inputs), cp.float16))
+        outputs = _repeated_rows(rng, 67, self._scratch.take("weight", shape, cp.float16))
+        sums = self._scratch.take("sums", (num_tokens, num_outputs), cp.float32)
+        tile = cp.full((TILE_TOKENS, num_outputs), cp.nan, cp.float32)
+        library.product(x, outputs, sums)
+        for first in range(0, num_tokens, TILE_TOKENS):
+            rows = slice(first, first + TILE_TOKENS)
+            library.product(x[rows], outputs, tile)
+            if not _same_bytes(tile, sums[rows]):
+                return False
+        return True
+
+    def _goes_in_place(self, count: int, outputs: DeviceArray, target: DeviceArray) -> bool:
+        """Whether a product may be written where it belongs, columns of rows that are longer.
+
+        Where they are, the library must give the bytes that it gives in scratch.
+        """
+        if target.data.ptr % ALIGNMENT:  # scratch is: the library may choose its kernel by that
+            return False
+        key = (outputs.shape, target.strides[0], count)
+        if key not in self._in_place:
+            by_itself = target.flags.c_contiguous or not self._goes_by_library(outputs.shape)
+            self._in_place[key] = by_itself or self._is_same_there(count, outputs, target)
+            free_unused()
+        return self._in_place[key]
+
+    def _is_same_there(self, count: int, outputs: DeviceArray, target: DeviceArray) -> bool:
+        rng = np.random.default_rng(count)
+        x = _repeated_rows(rng, 61, cp.empty((count, outputs.shape[1]), cp.float16))
+        sums = self._scratch.take("sums", target.shape, cp.float32)
+        self._multiply(x, outputs, sums)
+        self._multiply(x, outputs, target)
+        tiles = (slice(first, first + TILE_TOKENS) for first in range(0, count, TILE_TOKENS))
+        return all(_same_bytes(sums[tile], target[tile]) for tile in tiles)
 
 
-def _is_uniform(library: Library, shape: tuple[int, int]) -> bool:
-    """Whether the library gives the same bytes at all places of the tile, and right ones."""
-    num_outputs, num_inputs = shape
-    rng = np.random.default_rng(num_outputs)
-    x = _repeated_rows(rng, 1, (TILE_TOKENS, num_inputs))
-    outputs = _repeated_rows(rng, min(num_outputs, 64), shape)
-    sums = cp.full((TILE_TOKENS, num_outputs), cp.nan, cp.float32)
-    library.product(x, outputs, sums)
-    bits = sums.view(cp.int32)
-    if not bool((bits == bits[:1]).all()):
-        return False
-    some = cp.asnumpy(outputs[:64]).astype(np.float64)
-    expected = some @ cp.asnumpy(x[0]).astype(np.float64)
-    error = np.abs(cp.asnumpy(sums[0, : len(some)]) - expected).max()
-    if not error <= 1e-3 * num_inputs**0.5:
-        raise KernelError(
-            f"the library's product of {num_outputs} x {num_inputs} halves is off by {error} "
-            f"on this GPU; expected at most {1e-3 * num_inputs**0.5:.3g}; check the driver"
-        )
-    return True
+def _slab(num_inputs: int) -> int:
+    """Outputs of a weight that are decoded at once."""
+    return max(1, SLAB_NBYTES // (2 * num_inputs))
 
 
-def _free_unused() -> None:
-    """Give back what a check took: its operands are as large as the largest weight."""
-    cp.get_default_memory_pool().free_all_blocks()
+def _repeated_rows(rng: np.random.Generator, count: int, out: DeviceArray) -> DeviceArray:
+    """Fill `out` with `count` rows of random halves, over and over."""
+    rows = rng.standard_normal((count, out.shape[1]), dtype=np.float32).astype(np.float16)
+    return cp.take(cp.asarray(rows), cp.arange(len(out)) % count, axis=0, out=out)
 
 
-def _repeated_rows(rng: np.random.Generator, count: int, shape: tuple[int, int]) -> DeviceArray:
-    """`count` rows of random halves, over and over."""
-    rows = rng.standard_normal((count, shape[1]), dtype=np.float32).astype(np.float16)
-    return cp.resize(cp.asarray(rows), shape)
-
-
-def _may_hold_sums(out: DeviceArray, count: int) -> bool:
-    # Aligned as scratch is: the library may choose its kernel by that.
-    return len(out) == count and out.data.ptr % ALIGNMENT == 0
+def _same_bytes(one: DeviceArray, other: DeviceArray) -> bool:
+    return bool((one.view(cp.int32) == other.view(cp.int32)).all())
 
 
 def _own_product(x: DeviceArray, outputs: DeviceArray, sums: DeviceArray) -> None:
     num_outputs, num_inputs = outputs.shape
     get_kernel("product.cu", "tile_product")(
-        (blocks_for(num_outputs, 32),),
+        (blocks_for(num_outputs, 32), len(x) // TILE_TOKENS),
         (128,),
-        (np.int32(num_outputs), np.int32(num_inputs), x, outputs, sums),
+        (
+            np.int32(num_outputs),
+            np.int32(num_inputs),
+            np.int64(sums.strides[0] // 4),
+            x,
+            outputs,
+            sums,
+        ),
     )
 
 
@@ -226,7 +261,13 @@ def _rescale(out: DeviceArray, exponents: DeviceArray) -> None:
     get_kernel("pointwise.cu", "rescale")(
         (min(len(out), MAX_GRID_Y),),
         (_THREADS,),
-        (np.int32(len(out)), np.int32(out.shape[1]), exponents, out),
+        (
+            np.int32(len(out)),
+            np.int32(out.shape[1]),
+            np.int64(out.strides[0] // 4),
+            exponents,
+            out,
+        ),
     )
 
 

@@ -1,0 +1,155 @@
+"""Matrix products of few tokens, from the quantised bytes, eight tokens at a time.
+
+    out = (out) + bias + x · weightᵀ        float32, the inputs not rounded
+
+A weight is read once for each eight tokens, near the rate of the memory. A token's sums are over
+the same terms in the same order for any number of tokens, so its bytes depend on it alone; they
+differ from those of `kernels.cuda.product`, so an engine keeps to one of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import cupy as cp
+import numpy as np
+
+from kernels.cuda.matrix import CudaMatrix, CudaPart, DeviceArray
+from kernels.cuda.modules import NULL, blocks_for, get_kernel
+from kernels.cuda.scratch import Scratch
+
+GROUP_TOKENS = 8
+_RUN, _RUN_PARTS, _RUN_WARPS = 256, 17, 8
+_PART_NBYTES = 16 * 32  # of a step of a run: 8 tokens, 4 quads
+_PIECE = 16  # bytes that are copied at once
+STRIDES = {"Q4_K": 144, "Q6_K": 240, "Q8_0": 272}  # Runs<Type>::kStride
+# Tiles of 8 outputs that a block takes, and stages of its ring; bytes do not depend on them.
+VARIANTS = {"Q4_K": (2, 3), "Q6_K": (2, 3), "Q8_0": (2, 2)}
+
+
+class FewProducts:
+    """Products of one device, with the scratch they need."""
+
+    def __init__(self) -> None:
+        self.variants = dict(VARIANTS)
+        self._scratch = Scratch()
+        self._paths: dict[tuple[int, int], tuple[str, int]] = {}
+        self._num_processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
+
+    def close(self) -> None:
+        self._scratch.clear()
+
+    def paths(self) -> dict[tuple[int, int], tuple[str, int]]:
+        """What served each shape (num_outputs, num_inputs) so far, and tokens at once."""
+        return dict(self._paths)
+
+    def scratch_nbytes(self, shapes: Sequence[tuple[int, int]], num_tokens: int) -> int:
+        """Bytes that products of weights, (num_outputs, num_inputs) each, take at most."""
+        runs = max(blocks_for(num_inputs, _RUN) for _, num_inputs in shapes)
+        return _num_groups(num_tokens) * runs * (_RUN_PARTS * _PART_NBYTES + 4 * GROUP_TOKENS)
+
+    def matmul(
+        self,
+        x: DeviceArray,
+        weight: CudaMatrix,
+        out: DeviceArray,
+        bias: DeviceArray | None,
+        accumulate: bool,
+    ) -> None:
+        """out (num_tokens, num_outputs) = or += x · weightᵀ (+ bias)."""
+        if len(x) == 0:
+            return
+        fast = [_goes_by_runs(part, weight.num_inputs) for part in weight.parts]
+        ways = "+".join(sorted({"runs" if goes else "dots" for goes in fast}))
+        self._paths[weight.num_outputs, weight.num_inputs] = (f"few ({ways})", GROUP_TOKENS)
+        split = self._split(x) if any(fast) else None
+        for first in range(0, len(x), GROUP_TOKENS):
+            tokens = slice(first, first + GROUP_TOKENS)
+            for part, goes in zip(weight.parts, fast, strict=True):
+                outputs = slice(part.first_output, part.first_output + part.num_outputs)
+                part_bias = NULL if bias is None else bias[outputs]
+                target = out[tokens, outputs]
+                if goes and split is not None:
+                    parts, scales = (array[first // GROUP_TOKENS] for array in split)
+                    self._runs(part, parts, scales, part_bias, accumulate, target)
+                else:
+                    _dots(part, x[tokens], part_bias, accumulate, target)
+
+    def _split(self, x: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
+        num_tokens, num_inputs = x.shape
+        groups, runs = _num_groups(num_tokens), num_inputs // _RUN
+        parts = self._scratch.take("parts", (groups, runs, _RUN_PARTS * _PART_NBYTES), cp.uint8)
+        scales = self._scratch.take("scales", (groups, runs, GROUP_TOKENS), cp.float32)
+        get_kernel("few.cu", "split_tokens")(
+            (runs, groups),
+            (GROUP_TOKENS * 32,),
+            (np.int32(num_tokens), np.int32(num_inputs), x, parts, scales),
+        )
+        return parts, scales
+
+    def _runs(
+        self,
+        part: CudaPart,
+        parts: DeviceArray,
+        scales: DeviceArray,
+        bias: DeviceArray,
+        accumulate: bool,
+        out: DeviceArray,
+    ) -> None:
+        tiles, stages = self.variants[part.type_name]
+        if blocks_for(part.num_outputs, tiles * 8) < self._num_processors:
+            tiles = 1
+        kernel = get_kernel("few.cu", f"few_product<{part.type_name}, {tiles}, {stages}>")
+        shared = _RUN_WARPS * stages * tiles * 8 * STRIDES[part.type_name]
+        if kernel.max_dynamic_shared_size_bytes < shared:
+            kernel.max_dynamic_shared_size_bytes = shared
+        kernel(
+            (blocks_for(part.num_outputs, tiles * 8),),
+            (_RUN_WARPS * 32,),
+            (
+                np.int32(len(out)),
+                np.int32(part.num_outputs),
+                np.int32(len(parts)),
+                np.int32(part.blocks.shape[1]),
+                np.int32(out.strides[0] // 4),
+                part.blocks,
+                parts,
+                scales,
+                bias,
+                np.int32(accumulate),
+                out,
+            ),
+            shared_mem=shared,
+        )
+
+
+def _goes_by_runs(part: CudaPart, num_inputs: int) -> bool:
+    row_nbytes = part.blocks.shape[1]
+    aligned = row_nbytes % _PIECE == 0 and part.blocks.data.ptr % _PIECE == 0
+    return part.type_name in VARIANTS and num_inputs % _RUN == 0 and aligned
+
+
+def _dots(
+    part: CudaPart, x: DeviceArray, bias: DeviceArray, accumulate: bool, out: DeviceArray
+) -> None:
+    count = next(count for count in (1, 2, 4, 8) if count >= len(x))
+    get_kernel("few.cu", f"few_dots<{part.type_name}, {count}>")(
+        (blocks_for(part.num_outputs, 4),),
+        (128,),
+        (
+            np.int32(len(x)),
+            np.int32(part.num_outputs),
+            np.int32(x.shape[1]),
+            np.int64(part.blocks.shape[1]),
+            np.int32(out.strides[0] // 4),
+            part.blocks,
+            x,
+            bias,
+            np.int32(accumulate),
+            out,
+        ),
+    )
+
+
+def _num_groups(num_tokens: int) -> int:
+    return blocks_for(num_tokens, GROUP_TOKENS)
