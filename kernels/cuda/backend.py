@@ -98,8 +98,11 @@ class CudaOps:
 
     def driver_version(self) -> str:
         """The newest CUDA version that the driver runs, "12.9"."""
-        major, rest = divmod(int(cp.cuda.runtime.driverGetVersion()), 1000)
-        return f"{major}.{rest // 10}"
+        return _version_text(cp.cuda.runtime.driverGetVersion())
+
+    def runtime_version(self) -> str:
+        """The CUDA version that CuPy was built for, "12.9"."""
+        return _version_text(cp.cuda.runtime.runtimeGetVersion())
 
     def memory_info(self) -> tuple[int, int]:
         """Bytes of the device that no process holds, and all bytes."""
@@ -379,6 +382,11 @@ def _rms_norm(x: Any, rows: Any, weight: Any, eps: float, out: Any) -> None:
     get_kernel("pointwise.cu", f"rms_norm<{floats_together(x.shape[1])}>")(
         (len(out),), (_THREADS,), (np.int32(x.shape[1]), x, rows, weight, np.float32(eps), out)
     )
+
+
+def _version_text(number: int) -> str:
+    """12090 is "12.9"."""
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _round_up(value: int, step: int) -> int:
