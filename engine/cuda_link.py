@@ -21,6 +21,7 @@ import cupy as cp
 import numpy as np
 
 from engine.links import Bytes, LinkStats, OnProgress, Parcel, read_requests
+from kernels.cuda.pinned import pinned_bytes
 from nvme import Reader
 
 STAGING_BUFFERS = 2
@@ -31,24 +32,18 @@ _PROBE_REPEATS = 7
 
 def measure_link() -> float:
     """Bytes per second of copies from pinned memory to the device, the median of a few."""
-    pinned, target = cp.cuda.alloc_pinned_memory(PROBE_NBYTES), cp.empty(PROBE_NBYTES, np.uint8)
+    pinned, target = pinned_bytes(PROBE_NBYTES), cp.empty(PROBE_NBYTES, np.uint8)
     stream, rates = cp.cuda.get_current_stream(), []
     for _ in range(_PROBE_REPEATS):
         begin, end = cp.cuda.Event(), cp.cuda.Event()
         begin.record(stream)
-        target.data.copy_from_host_async(pinned.ptr, PROBE_NBYTES, stream)
+        target.data.copy_from_host_async(pinned.ctypes.data, PROBE_NBYTES, stream)
         end.record(stream)
         end.synchronize()
         rates.append(PROBE_NBYTES / cp.cuda.get_elapsed_time(begin, end) * 1e3)
-    del pinned, target
+    del target
     cp.get_default_memory_pool().free_all_blocks()
-    cp.get_default_pinned_memory_pool().free_all_blocks()
-    return statistics.median(rates)
-
-
-def pinned_bytes(nbytes: int) -> Bytes:
-    """Page-locked host memory, (nbytes,) uint8."""
-    return np.frombuffer(cp.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+    return float(statistics.median(rates))
 
 
 @dataclass(slots=True)

@@ -8,12 +8,14 @@ from typing import Any
 
 import cupy as cp
 import numpy as np
+import numpy.typing as npt
 
 from kernels.cuda import ProductWay, matrix
 from kernels.cuda.few import FewProducts
 from kernels.cuda.host_tier import HostTier
 from kernels.cuda.matrix import CudaMatrix, DeviceArray
 from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, floats_together, get_kernel
+from kernels.cuda.pinned import device_view, pinned_bytes
 from kernels.cuda.plan import MAX_PARTIALS, SweepPlan, plan_sweep
 from kernels.cuda.product import Products
 from kernels.ops import (
@@ -35,10 +37,7 @@ _KEY_STEP, _VALUE_STEP = 32, 8  # sizes of a head are padded to, or must be, mul
 _KV_TYPES = {"f32": (np.float32, "float"), "f16": (np.float16, "__half")}
 _THREADS = 256
 _WARPS = 4
-_CAPABILITY = (
-    cp.cuda.runtime.cudaDevAttrComputeCapabilityMajor,
-    cp.cuda.runtime.cudaDevAttrComputeCapabilityMinor,
-)
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # cudaDeviceAttr
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,7 @@ class CudaOps:
     """
 
     name = "cuda"
+    frees_pages = False  # device memory stays with its pool
     default_kv_type: KvType = "f16"
     num_workers = 1
 
@@ -138,6 +138,10 @@ class CudaOps:
         buffer: Float32 = cp.empty((num_rows, width), np.float32)
         return buffer
 
+    def shared(self, nbytes: int) -> tuple[npt.NDArray[np.uint8], DeviceArray]:
+        host = pinned_bytes(nbytes)
+        return host, device_view(host)
+
     def put(self, array: Float32) -> Float32:
         on_device: Float32 = cp.asarray(np.ascontiguousarray(array, np.float32))
         return on_device
@@ -164,7 +168,7 @@ class CudaOps:
         )
 
     def kv_release(self, pool: CudaKvPool, pages: Sequence[int]) -> None:
-        pass  # device memory stays with the pool
+        pass
 
     def kv_copy(self, pool: CudaKvPool, source: int, target: int) -> None:
         pool.keys[:, target] = pool.keys[:, source]
@@ -361,7 +365,8 @@ def check_device(index: int) -> None:
         raise KernelError(f"no GPU can be used: {error}; check the driver (nvidia-smi)") from error
     if not 0 <= index < count:
         raise KernelError(f"GPU {index} is not among the {count} visible; see CUDA_VISIBLE_DEVICES")
-    major, minor = (cp.cuda.runtime.deviceGetAttribute(name, index) for name in _CAPABILITY)
+    attribute = cp.cuda.runtime.deviceGetAttribute
+    major, minor = attribute(_CAPABILITY_MAJOR, index), attribute(_CAPABILITY_MINOR, index)
     if major < 8:
         raise KernelError(
             f"GPU {index} has compute capability {major}{minor}, the kernels need 80 (Ampere) or "
