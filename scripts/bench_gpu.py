@@ -1,6 +1,6 @@
 """Benchmarks of the GPU's operations, each beside a limit measured in the same run.
 
-    python -m scripts.bench_gpu [--json FILE]
+    python -m scripts.bench_gpu [--json FILE] [--only few ...]
 
 Shapes are those of a layer of a 70B model: hidden 8192, ffn 28672, 64 heads on 8 KV heads of 128.
 Every figure is the median of event timings of ten calls on random data.
@@ -11,9 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import cupy as cp
@@ -35,47 +38,62 @@ SHAPES = {
 }
 KV = KvShape(num_layers=1, num_kv_heads=8, key_length=128, value_length=128)
 HEAD = HeadParams(num_heads=64, num_kv_heads=8, key_length=128, value_length=128, norm_eps=1e-5)
+FEW_SHAPES = {(8192, 8192): 2, (28672, 8192): 2, (8192, 28672): 1, (1024, 8192): 2}  # a layer's
 REPEATS, CALLS = 7, 10  # timings, and calls in each: launches are hidden as in a sweep
+
+_READ = """
+extern "C" __global__ void read_all(long long count, const uint4* __restrict__ source,
+                                    unsigned* found) {
+  unsigned bits = 0;
+  const long long step = (long long)gridDim.x * blockDim.x;
+#pragma unroll 8
+  for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < count; i += step) {
+    const uint4 some = __ldg(source + i);
+    bits |= some.x ^ some.y ^ some.z ^ some.w;
+  }
+  if (bits == 0x12345678u) *found = bits;
+}
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write all samples here")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="leave the others out")
     options = parser.parse_args(sys.argv[1:])
-    report = bench()
+    report = bench(options.only or SECTIONS)
     print(report.table())
     if options.json is not None:
         facts = {"machine": machine_facts(), "bench": "gpu", **report.to_dict()}
         options.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def bench() -> Report:
+def bench(sections: Iterable[str]) -> Report:
     ops = CudaOps()
     report = Report("GPU operations")
     report.facts["gpu"] = ops.device_name
-    report.facts["driver"] = cp.cuda.runtime.driverGetVersion()
-    bench_limits(report)
-    bench_dequantize(report)
-    weights = {name: synthetic(ops, "Q4_K", *shape) for name, shape in SHAPES.items()}
-    for num_tokens in (1, 96, 256, 1024, 2048):
-        bench_products(report, ops, weights, num_tokens)
-    report.facts["product paths"] = str(ops.products.paths())
-    bench_attention(report, ops, "decode attention, 96 rows x 1000", [(999, 1000)] * 96)
-    bench_attention(report, ops, "decode attention, 1 row x 30000", [(29999, 30000)])
-    bench_attention(report, ops, "prefill attention, 4 prompts x 512", [(0, 512)] * 4)
-    bench_attention(report, ops, "prefill attention, 512 after 8192", [(8192, 8704)])
-    bench_pointwise(report, ops)
+    report.facts["driver"] = ops.driver_version()
+    for name in sections:
+        SECTIONS[name](report, ops)
+        cp.get_default_memory_pool().free_all_blocks()
     ops.close()
     return report
 
 
-def timed(call: Callable[[], object], repeats: int = REPEATS) -> list[float]:
-    """Seconds of a call, by events around several, after two to warm up."""
+def timed(
+    call: Callable[[], object], repeats: int = REPEATS, before: Callable[[], object] | None = None
+) -> list[float]:
+    """Seconds of a call, by events around several, after two to warm up.
+
+    before: work that keeps the GPU busy while the calls are launched
+    """
     call()
     call()
     seconds = []
     for _ in range(repeats):
         begin, end = cp.cuda.Event(), cp.cuda.Event()
+        if before is not None:
+            before()
         begin.record()
         for _ in range(CALLS):
             call()
@@ -90,7 +108,7 @@ def add_rates(report: Report, name: str, amount: float, seconds: list[float]) ->
         report.add(name, amount / second)
 
 
-def bench_limits(report: Report) -> None:
+def bench_limits(report: Report, ops: CudaOps) -> None:
     source, target = cp.ones(1 << 31, cp.uint8), cp.empty(1 << 31, cp.uint8)
     seconds = timed(lambda: cp.copyto(target, source))
     add_rates(report, "limit: device memory, GB/s", 2 * source.nbytes / 1e9, seconds)
@@ -112,7 +130,59 @@ def tensor(type_name: str, num_outputs: int, num_inputs: int) -> BlockTensor:
     return BlockTensor("w", quant_type, num_outputs, num_inputs, data.reshape(num_outputs, -1))
 
 
-def bench_dequantize(report: Report) -> None:
+def read_rate() -> float:
+    """Bytes per second at which a kernel reads device memory, the median."""
+    kernel = cp.RawKernel(_READ, "read_all")
+    source, found = cp.ones(1 << 31, cp.uint8), cp.zeros(1, cp.uint32)
+    arguments = (np.int64(source.nbytes // 16), source, found)
+    grid = (num_processors() * 8,)
+    return float(source.nbytes) / median(timed(lambda: kernel(grid, (512,), arguments)))
+
+
+def num_processors() -> int:
+    return int(cp.cuda.Device().attributes["MultiProcessorCount"])
+
+
+def bench_few(report: Report, _: CudaOps) -> None:
+    """Products of few tokens beside the rate at which memory is read; no weight is in a cache."""
+    ops, rate = CudaOps(products="few"), read_rate()
+    report.add("limit: reading device memory, GB/s", rate / 1e9)
+    source, target = cp.ones(1 << 31, cp.uint8), cp.empty(1 << 31, cp.uint8)
+    for type_name in ("Q4_K", "Q6_K", "Q8_0"):
+        copies = {shape: few_weights(ops, type_name, *shape) for shape in FEW_SHAPES}
+        for num_tokens in (1, 2, 4, 8):
+            nbytes, total = 0, 0.0
+            for shape, times in FEW_SHAPES.items():
+                call = few_call(ops, copies[shape], num_tokens)
+                seconds = median(timed(call, before=lambda: cp.copyto(target, source)))
+                size = copies[shape][0].nbytes
+                label = (
+                    f"few-token product {type_name} {shape[0]} x {shape[1]}, {num_tokens} tokens"
+                )
+                report.add(f"{label}, share of read rate", size / seconds / rate)
+                nbytes, total = nbytes + times * size, total + times * seconds
+            label = f"few-token products {type_name} of a layer, {num_tokens} tokens"
+            report.add(f"{label}, GB/s", nbytes / total / 1e9)
+            report.add(f"{label}, share of read rate", nbytes / total / rate)
+    ops.close()
+
+
+def few_weights(ops: CudaOps, type_name: str, num_outputs: int, num_inputs: int) -> list[Any]:
+    """Copies of a weight, more than caches hold."""
+    one = tensor(type_name, num_outputs, num_inputs)
+    there, count = cp.asarray(one.data), 2 + (1 << 28) // one.data.nbytes
+    return [ops.pack([replace(one, data=there.copy())], expand=False) for _ in range(count)]
+
+
+def few_call(ops: CudaOps, weights: list[Any], num_tokens: int) -> Callable[[], None]:
+    shape = (num_tokens, weights[0].num_inputs)
+    x = cp.random.standard_normal(shape, dtype=cp.float32)
+    out = cp.empty((num_tokens, weights[0].num_outputs), cp.float32)
+    turn = cycle(weights)
+    return lambda: ops.products.matmul(x, next(turn), out, None, False)
+
+
+def bench_dequantize(report: Report, ops: CudaOps) -> None:
     shape = (8192, 16384)
     halves = cp.empty(shape, cp.float16)
     for type_name in TYPES:
@@ -124,6 +194,13 @@ def bench_dequantize(report: Report) -> None:
             (weight.nbytes + halves.nbytes) / 1e9,
             seconds,
         )
+
+
+def bench_tiles(report: Report, ops: CudaOps) -> None:
+    weights = {name: synthetic(ops, "Q4_K", *shape) for name, shape in SHAPES.items()}
+    for num_tokens in (1, 96, 256, 1024, 2048):
+        bench_products(report, ops, weights, num_tokens)
+    report.facts["product paths"] = str(ops.products.paths())
 
 
 def bench_products(report: Report, ops: CudaOps, weights: dict[str, Any], num_tokens: int) -> None:
@@ -167,6 +244,13 @@ def rows_of(spans: list[tuple[int, int]]) -> Batch:
     )
 
 
+def bench_attentions(report: Report, ops: CudaOps) -> None:
+    bench_attention(report, ops, "decode attention, 96 rows x 1000", [(999, 1000)] * 96)
+    bench_attention(report, ops, "decode attention, 1 row x 30000", [(29999, 30000)])
+    bench_attention(report, ops, "prefill attention, 4 prompts x 512", [(0, 512)] * 4)
+    bench_attention(report, ops, "prefill attention, 512 after 8192", [(8192, 8704)])
+
+
 def bench_attention(report: Report, ops: CudaOps, name: str, spans: list[tuple[int, int]]) -> None:
     batch = rows_of(spans)
     pool = ops.kv_pool(KV, num_pages=batch.page_table.size, kv_type="f16")
@@ -204,6 +288,15 @@ def bench_pointwise(report: Report, ops: CudaOps) -> None:
     for name, (nbytes, call) in calls.items():
         add_rates(report, f"{name}, 2048 tokens, GB/s", nbytes / 1e9, timed(call))
 
+
+SECTIONS: dict[str, Callable[[Report, CudaOps], None]] = {
+    "limits": bench_limits,
+    "dequantise": bench_dequantize,
+    "products": bench_tiles,
+    "few": bench_few,
+    "attention": bench_attentions,
+    "pointwise": bench_pointwise,
+}
 
 if __name__ == "__main__":
     main()

@@ -103,7 +103,8 @@ def test_how_many_outputs_a_block_takes_changes_no_byte(type_name: str, num_outp
     weight, results = made.pack([tensor], expand=False), set()
     for variant in ((1, 2), (2, 2), (1, 3), (4, 2)):
         made.products.variants[type_name] = variant
-        results.add(matmul(HostOps(made), x, weight).tobytes())
+        on_host: Any = HostOps(made)
+        results.add(matmul(on_host, x, weight).tobytes())
     made.close()
     assert len(results) == 1
 

@@ -132,7 +132,7 @@ def _goes_by_runs(part: CudaPart, num_inputs: int) -> bool:
 def _dots(
     part: CudaPart, x: DeviceArray, bias: DeviceArray, accumulate: bool, out: DeviceArray
 ) -> None:
-    count = next(count for count in (1, 2, 4, 8) if count >= len(x))
+    count = 1 if len(x) == 1 else GROUP_TOKENS
     get_kernel("few.cu", f"few_dots<{part.type_name}, {count}>")(
         (blocks_for(part.num_outputs, 4),),
         (128,),
