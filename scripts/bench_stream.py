@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -14,7 +17,9 @@ from engine.engine import Engine
 from engine.placement import spread
 from engine.planner import Plan
 from nvme import ReadStats
-from nvme.probe import measure_disk
+from nvme.alignment import align_down
+from nvme.direct import DEFAULT_TRANSFER, open_direct
+from nvme.probe import make_ring, measure_disk, read_for
 from scripts.bench_report import Report
 
 MEMORY_NBYTES = 3 << 29  # 1.5 GiB
@@ -65,6 +70,38 @@ def probe_bytes_per_s(options: argparse.Namespace) -> float:
     return rates.direct_bytes_per_s or rates.buffered_bytes_per_s
 
 
+def side_by_side_s(options: argparse.Namespace, resident: Engine, nbytes: int) -> float:
+    """Seconds in which a loop of bare reads brings a sweep's bytes while another sweep computes.
+
+    Where reading takes time of the cores, in this system or in the one around it, nothing that
+    streams can be faster.
+    """
+    source = open_direct(Path(options.model))
+    fd, ring = source.file.fd, make_ring()
+    times: list[float] = []
+
+    def read() -> None:
+        end, left, started = align_down(source.file.nbytes), nbytes * SWEEPS, time.perf_counter()
+        while left > 0:
+            trial = read_for(
+                fd,
+                ring,
+                DEFAULT_TRANSFER,
+                begin=0,
+                end=min(end, align_down(left) or left),
+                seconds=60,
+            )
+            left -= trial.nbytes
+        times.append(time.perf_counter() - started)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    times.append(sweep_s(resident) * SWEEPS)
+    reading.join()
+    os.close(fd)
+    return max(times) / SWEEPS
+
+
 def resident_plan(engine: Engine) -> Plan:
     """The same buffers, with every byte of the weights in memory."""
     layers = len(engine.plan.resident)
@@ -104,12 +141,15 @@ def _measure_rows(
     read = reader_stats(engine) - before
     probe = statistics.mean([probe, probe_bytes_per_s(options)])
     compute_s = sweep_s(resident)
+    bare_s = side_by_side_s(options, resident, engine.plan.streamed_nbytes)
     disk_s = engine.plan.streamed_nbytes / probe
     report.add(f"{rows} rows: tokens/s", rows / streamed_s)
     report.add(f"{rows} rows: sweep s", streamed_s)
     report.add(f"{rows} rows: disk s at the probed rate", disk_s)
     report.add(f"{rows} rows: compute s", compute_s)
     report.add(f"{rows} rows: sweep / max(disk, compute)", streamed_s / max(disk_s, compute_s))
+    report.add(f"{rows} rows: bare reads beside computing s", bare_s)
+    report.add(f"{rows} rows: sweep / bare", streamed_s / bare_s)
     report.add(f"{rows} rows: smaller / larger", min(disk_s, compute_s) / max(disk_s, compute_s))
     report.add(f"{rows} rows: read rate / probe", read.nbytes / (streamed_s * SWEEPS) / probe)
 

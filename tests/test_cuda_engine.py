@@ -130,9 +130,7 @@ PLACES = {
 }
 
 
-def tiered_plan(
-    engine: Engine, path: Path, letters: tuple[str, str], ring_parcels: float
-) -> Plan:
+def tiered_plan(engine: Engine, path: Path, letters: tuple[str, str], ring_parcels: float) -> Plan:
     """The engine's plan with its layers and head in these tiers."""
     layers, head = letters
     layouts, head_layout = parcel_layouts(GgufFile.open(path), engine.hparams)
