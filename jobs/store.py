@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import secrets
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jobs.database import BUSY_TIMEOUT_S, ConflictError, Database, Row
+from jobs.database import BUSY_TIMEOUT_S, Database, Row
 from jobs.records import (
     FINAL_STATES,
     Fingerprint,
@@ -31,12 +30,11 @@ from jobs.records import (
     KeyTakenError,
     Manifest,
     OutputError,
-    Part,
-    RowBatch,
     RunnerInfo,
-    SpoolSize,
     StoreError,
 )
+from jobs.row_keys import pack_keys, unpack_keys
+from jobs.row_store import RowStore
 from jobs.specs import (
     fingerprint_from_json,
     fingerprint_to_json,
@@ -45,8 +43,6 @@ from jobs.specs import (
     spec_from_json,
     spec_to_json,
 )
-
-MAX_ROW_INDEX = (1 << 63) - 1
 
 # The states from which a job may come to each state; schema.sql says when.
 FROM_STATES: Mapping[JobState, tuple[JobState, ...]] = {
@@ -62,7 +58,7 @@ FROM_STATES: Mapping[JobState, tuple[JobState, ...]] = {
 _ID_DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: no i, l, o, u
 
 
-class JobStore:
+class JobStore(RowStore):
     """One connection to the state database, created or brought up to date where needed.
 
     Use it in the thread that made it; other threads and processes open their own.
@@ -81,8 +77,7 @@ class JobStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.path = Path(path)
-        self._clock = clock
-        self._db = Database(self.path, busy_timeout_s=busy_timeout_s)
+        super().__init__(Database(self.path, busy_timeout_s=busy_timeout_s), clock)
 
     def close(self) -> None:
         self._db.close()
@@ -270,93 +265,7 @@ class JobStore:
         with self._db.atomic():
             self._must_change("set_record", job_id, record=json.dumps(dict(record)))
 
-    # Finished rows: first in the spool, then in parts
-
-    def commit_batch(self, job_id: str, batch: RowBatch) -> int:
-        """Keep finished rows for good, and count them, in one transaction.
-
-        Returns the number of rows of the job that are finished now.
-
-        Raises StoreError: one of the rows is finished already, or there are more than the total;
-            then nothing of the batch is kept.
-        """
-        with self._db.atomic():
-            self._refuse_published_rows(job_id, batch)
-            batch_id = self._db.insert(
-                "insert_spool_batch",
-                job_id=job_id,
-                num_rows=len(batch.row_indices),
-                now=self._clock(),
-                ipc=batch.ipc,
-            )
-            for row, sample in zip(batch.row_indices, batch.sample_indices, strict=True):
-                self._insert_spool_row(job_id, row, sample, batch_id)
-            return self._count(job_id, batch)
-
-    def done_rows(
-        self, job_id: str, begin: int = 0, end: int = MAX_ROW_INDEX
-    ) -> npt.NDArray[np.int64]:
-        """Indices of the finished rows in [begin, end), ascending, one for each sample.
-
-        Memory is bounded by the range and by the parts that reach into it.
-        """
-        with self._db.snapshot():
-            rows = self._done_keys(job_id, begin, end)[:, 0]
-        return np.sort(rows[(rows >= begin) & (rows < end)])
-
-    def spool_size(self, job_id: str) -> SpoolSize:
-        """What is finished and in no part, not even a publishing one."""
-        row = self._db.row("select_spool_size", job_id=job_id)
-        assert row is not None
-        return SpoolSize(**dict(row))
-
-    def spool(self, job_id: str) -> list[bytes]:
-        """Arrow IPC streams of the rows in no committed part, in the order they came."""
-        return [row["ipc"] for row in self._db.rows("select_spool_blobs", job_id=job_id)]
-
-    def begin_part(self, job_id: str) -> tuple[Part, list[bytes]]:
-        """Announce the next part with all rows that no other has taken; they stay in the spool.
-
-        Part 0 is always empty: it shows the schema before there are rows.
-        Returns the part, `publishing`, and its rows as Arrow IPC streams.
-        """
-        with self._db.atomic():
-            number = self._db.one("select_next_part_number", job_id=job_id)
-            taken = self._db.rows("select_untaken_rows", job_id=job_id) if number else []
-            keys = _key_array(taken)
-            self._db.insert(
-                "insert_part",
-                job_id=job_id,
-                number=number,
-                name=part_name(job_id, number),
-                num_rows=len(keys),
-                first_row=int(keys[0, 0]) if len(keys) else None,
-                last_row=int(keys[-1, 0]) if len(keys) else None,
-                row_keys=pack_keys(keys),
-            )
-            if number:
-                self._db.run("take_spool_batches", job_id=job_id, number=number)
-            return self._with_blobs(job_id, number)
-
-    def unfinished_parts(self, job_id: str) -> list[tuple[Part, list[bytes]]]:
-        """Parts announced and not committed, whose files may be there or not, with their rows."""
-        with self._db.snapshot():
-            publishing = [part for part in self.parts(job_id) if part.state == "publishing"]
-            return [self._with_blobs(job_id, part.number) for part in publishing]
-
-    def commit_part(self, job_id: str, number: int) -> None:
-        """The part's file is published: its rows leave the spool, in one transaction.
-
-        Raises StoreError: no such part is publishing.
-        """
-        with self._db.atomic():
-            if self._db.row("commit_part", job_id=job_id, number=number) is None:
-                raise StoreError(f"job {job_id} has no part {number} that is being published")
-            self._db.run("delete_part_batches", job_id=job_id, number=number)
-
-    def parts(self, job_id: str) -> list[Part]:
-        """All parts of a job by number."""
-        return [Part(**dict(row)) for row in self._db.rows("select_parts", job_id=job_id)]
+    # Finished rows
 
     def finished(self, job_id: str) -> FinishedRows:
         """The job and its retries, and where their finished rows are, as of one instant."""
@@ -462,84 +371,11 @@ class JobStore:
         if self._db.row(query, id=job_id, **values) is None:
             self.job(job_id)
 
-    def _insert_spool_row(
-        self, job_id: str, row_index: int, sample_index: int, batch_id: int
-    ) -> None:
-        try:
-            self._db.insert(
-                "insert_spool_row",
-                job_id=job_id,
-                row_index=row_index,
-                sample_index=sample_index,
-                batch_id=batch_id,
-            )
-        except ConflictError as error:
-            raise StoreError(
-                f"job {job_id}: row {row_index} sample {sample_index} is in the spool already, "
-                f"or is negative ({error})"
-            ) from error
-
-    def _refuse_published_rows(self, job_id: str, batch: RowBatch) -> None:
-        if not batch.row_indices:
-            return
-        begin, end = min(batch.row_indices), max(batch.row_indices) + 1
-        new = set(zip(batch.row_indices, batch.sample_indices, strict=True))
-        for row in self._db.rows("select_part_keys", job_id=job_id, begin=begin, end=end):
-            keys = unpack_keys(row["row_keys"])
-            near = keys[(keys[:, 0] >= begin) & (keys[:, 0] < end)]
-            again = sorted(new.intersection(map(tuple, near.tolist())))
-            if again:
-                raise StoreError(
-                    f"job {job_id}: row {again[0][0]} sample {again[0][1]} is in a part already"
-                )
-
-    def _count(self, job_id: str, batch: RowBatch) -> int:
-        return int(
-            self._db.one(
-                "add_counts",
-                id=job_id,
-                num_ok=batch.num_ok,
-                num_error=batch.num_error,
-                prompt_tokens=batch.prompt_tokens,
-                completion_tokens=batch.completion_tokens,
-            )
-        )
-
-    def _done_keys(self, job_id: str, begin: int, end: int) -> npt.NDArray[np.int64]:
-        spooled = self._db.rows("select_spool_rows", job_id=job_id, begin=begin, end=end)
-        packed = self._db.rows("select_part_keys", job_id=job_id, begin=begin, end=end)
-        return np.concatenate([_key_array(spooled), *(unpack_keys(row[0]) for row in packed)])
-
-    def _with_blobs(self, job_id: str, number: int) -> tuple[Part, list[bytes]]:
-        rows = self._db.rows("select_part_blobs", job_id=job_id, number=number)
-        return self.parts(job_id)[number], [row["ipc"] for row in rows]
-
 
 def new_job_id(now: float) -> str:
     """An id of 12 letters and digits: milliseconds of creation, then chance. Sorts by time."""
     number = int(now * 1000) << 18 | secrets.randbits(18)
     return "".join(_ID_DIGITS[number >> shift & 31] for shift in range(55, -1, -5))
-
-
-def part_name(job_id: str, number: int) -> str:
-    """The file name of a part; it depends on these two alone."""
-    return f"part-{number:05d}-{job_id}.parquet"
-
-
-def pack_keys(keys: npt.NDArray[np.int64]) -> bytes:
-    """Compress (n, 2) pairs of row and sample index, sorted: a few bits for each."""
-    steps = np.diff(keys, axis=0, prepend=np.zeros((1, 2), np.int64))
-    return zlib.compress(np.ascontiguousarray(steps.T).astype("<i8").tobytes())
-
-
-def unpack_keys(packed: bytes) -> npt.NDArray[np.int64]:
-    """The (n, 2) pairs that `pack_keys` took."""
-    steps = np.frombuffer(zlib.decompress(packed), "<i8").reshape(2, -1).T
-    return np.cumsum(steps, axis=0, dtype=np.int64)
-
-
-def _key_array(rows: list[Row]) -> npt.NDArray[np.int64]:
-    return np.array([tuple(row) for row in rows], np.int64).reshape(-1, 2)
 
 
 def _planned_rows(spec: JobSpec, manifest: Manifest) -> int | None:

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from jobs.database import Database, migrate
 from jobs.records import JobNotFoundError, ResultsError, RowBatch, StoreError
+from jobs.row_keys import pack_keys, unpack_keys
 from jobs.sql import STEPS, parse_queries
-from jobs.store import JobStore, new_job_id, pack_keys, unpack_keys
+from jobs.store import JobStore, new_job_id
 from tests.job_factories import make_batch, make_job, make_manifest, make_spec
 
 
