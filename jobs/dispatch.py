@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from jobs.driver_process import DriverProcess, EngineLostError
 from jobs.isolation import RowLoss
@@ -38,6 +39,17 @@ class RowsFailedError(Exception):
         self.loss = loss
 
 
+def start_command(attempt: int, run: JobRun) -> StartJob:
+    """What starts an attempt: where rows are finished, on the device that they came from."""
+    job, began_on, reason = run.job, run.began_on, ""
+    spec = job.spec
+    if began_on is not None and spec.engine.device == "auto":
+        spec = replace(spec, engine=replace(spec.engine, device=began_on))
+        reason = f"the job's first rows were computed on a {began_on.upper()}"
+    max_rows = run.isolation.max_rows
+    return StartJob(attempt, spec, job.manifest, job.created_at, max_rows, device_reason=reason)
+
+
 class Dispatch:
     """One attempt, from its start to its end or the engine's.
 
@@ -55,8 +67,7 @@ class Dispatch:
         self._shards: Iterator[Shard] = run.shards()
         self._outstanding: set[int] = set()
         self._suspects = frozenset(run.isolation.rows)
-        job, max_rows = run.job, run.isolation.max_rows
-        driver.send(StartJob(attempt, job.spec, job.manifest, job.created_at, max_rows))
+        driver.send(start_command(attempt, run))
 
     @property
     def is_through(self) -> bool:

@@ -23,12 +23,15 @@ import psutil
 import ray
 import ray.exceptions
 
-from engine import EngineConfig
+from engine import DeviceError, EngineConfig
+from engine.devices import DeviceChoice
 from engine.machine import usable_cores
 from jobs.engine_actor import EngineHandle
 from jobs.engine_load import load_engine
 from jobs.engine_loop import MakeEngine
+from jobs.gpus import name_each_gpu_once, survey_gpus
 from jobs.home import HOME_VARIABLE
+from jobs.job_device import choose_job_device
 from jobs.messages import (
     ActorStarted,
     AddShard,
@@ -127,7 +130,7 @@ class Driver:
         ray.init(
             address="local",
             num_cpus=usable_cores(),
-            num_gpus=0,
+            num_gpus=len(survey_gpus().gpus),
             object_store_memory=OBJECT_STORE_NBYTES,
             include_dashboard=False,
             log_to_driver=False,
@@ -184,10 +187,10 @@ class Driver:
 
     def _start_job(self, command: StartJob) -> None:
         try:
-            command = use_own_cores(command)
+            command = use_own_device(use_own_cores(command))
             key = EngineKey.of(command)
             if key != self._key:
-                self._replace_actor(command, key)
+                self._replace_actor(key)
         except (JobError, OSError) as error:
             self._send(JobFailed(command.attempt, str(error), traceback.format_exc()))
             return
@@ -195,15 +198,15 @@ class Driver:
         self._send(ActorStarted(command.attempt, self._actor.process))
         self._forward(command)
 
-    def _replace_actor(self, command: StartJob, key: EngineKey) -> None:
-        num_cpus = command.spec.engine.num_threads
+    def _replace_actor(self, key: EngineKey) -> None:
+        num_cpus, num_gpus = key.config.num_threads, int(key.config.device == "gpu")
         assert num_cpus is not None
         with self._actor_changed:
             old, self._actor, self._key = self._actor, None, None
         if old is not None:
             old.kill()
         with self._actor_changed:
-            self._actor, self._key = EngineHandle(num_cpus, self._make_engine), key
+            self._actor, self._key = EngineHandle(num_cpus, num_gpus, self._make_engine), key
             self._actor_changed.notify_all()
 
     def _forward(self, command: Command) -> None:
@@ -216,9 +219,7 @@ def use_own_cores(command: StartJob) -> StartJob:
 
     Raises JobError: more are asked for than there are.
     """
-    node_id = ray.get_runtime_context().get_node_id()
-    (node,) = [node for node in ray.nodes() if node["NodeID"] == node_id]
-    most = min(usable_cores(), int(node["Resources"].get("CPU", 0)))
+    most = min(usable_cores(), int(node_resources().get("CPU", 0)))
     wanted = command.spec.engine.num_threads or most
     if not 1 <= wanted <= most:
         raise JobError(
@@ -227,6 +228,37 @@ def use_own_cores(command: StartJob) -> StartJob:
         )
     engine = replace(command.spec.engine, num_threads=wanted)
     return replace(command, spec=replace(command.spec, engine=engine))
+
+
+def use_own_device(command: StartJob) -> StartJob:
+    """Settle where the engine computes, for the actor gets what that takes.
+
+    Raises JobError: a GPU is asked for, and none can be used, or Ray has none on this node.
+    """
+    config = command.spec.engine
+    try:
+        choice = choose_job_device(config)
+    except DeviceError as error:
+        because = f"; {command.device_reason}" if command.device_reason else ""
+        raise JobError(f"{error}{because}") from error
+    if choice.device == "gpu" and not node_resources().get("GPU"):
+        lacking = "Ray has no GPU on this node (`ray start --num-gpus` tells it of one)"
+        if config.device == "gpu":
+            raise JobError(f"--device gpu: {lacking}; or take --device cpu")
+        choice = DeviceChoice("cpu", lacking)
+    return replace(
+        command,
+        spec=replace(command.spec, engine=replace(config, device=choice.device)),
+        device_reason=command.device_reason or choice.reason,
+    )
+
+
+def node_resources() -> dict[str, float]:
+    """What Ray has on this node, used or not."""
+    node_id = ray.get_runtime_context().get_node_id()
+    (node,) = [node for node in ray.nodes() if node["NodeID"] == node_id]
+    resources: dict[str, float] = node["Resources"]
+    return resources
 
 
 def _spoils_engine(event: Event) -> bool:
@@ -278,6 +310,7 @@ def main(make_engine: MakeEngine = load_engine) -> NoReturn:
     parser.add_argument("--temp-dir", type=Path, required=True)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    name_each_gpu_once(os.environ)
     Driver(Connection(options.fd), options.temp_dir, make_engine).run()
 
 

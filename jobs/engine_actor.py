@@ -44,15 +44,24 @@ class EngineHandle:
     """An engine actor that Ray never restarts and whose calls it never repeats.
 
     num_cpus: cores that the engine will use; there must be as many
+    num_gpus: GPUs that it will use, which are then its alone: it sees no others
     make_engine: runs in the actor
 
     Raises ray.exceptions.RayActorError, also from `poll`: the actor is gone.
-    Raises JobError: others use the cores.
+    Raises JobError: others use the cores or the GPU.
     """
 
-    def __init__(self, num_cpus: int, make_engine: MakeEngine) -> None:
+    def __init__(
+        self,
+        num_cpus: int,
+        num_gpus: int,
+        make_engine: MakeEngine,
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
         actor_class = ray.remote(
             num_cpus=num_cpus,
+            num_gpus=num_gpus,
             max_restarts=0,
             max_task_retries=0,
             concurrency_groups={_EVENTS: 1, _COMMANDS: 1},
@@ -63,13 +72,15 @@ class EngineHandle:
         self._actor: Any = actor_class.remote(make_engine)
         process = self._actor.process.options(concurrency_group=_COMMANDS)
         try:
-            self.process: ProcessId = ray.get(process.remote(), timeout=START_TIMEOUT_S)
+            self.process: ProcessId = ray.get(process.remote(), timeout=start_timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             ray.kill(self._actor)
+            free = ray.available_resources()
             raise JobError(
-                f"the engine actor did not start within {START_TIMEOUT_S:.0f} s: it asks for "
-                f"{num_cpus} CPUs of this node, of all that Ray has free "
-                f"{ray.available_resources().get('CPU', 0):.0f}; lower --threads, or wait"
+                f"the engine actor did not start within {start_timeout_s:.0f} s: it asks for "
+                f"{num_cpus} CPUs and {num_gpus} GPUs of this node, and all that Ray has free is "
+                f"{free.get('CPU', 0):.0f} CPUs and {free.get('GPU', 0):.0f} GPUs; lower "
+                "--threads, take --device cpu, or wait"
             ) from error
 
     def send(self, command: Command) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine import Engine
-from engine.devices import open_ops
+from engine.devices import open_ops, resolved
 from engine.gguf_file import GgufFile
 from engine.hparams import check_tensors, read_hparams
 from engine.loading import reader_name
 from jobs.home import Home
+from jobs.job_device import device_facts
 from jobs.job_plan import plan_job
 from jobs.memory import limit_own_memory, private_nbytes
 from jobs.messages import StartJob
@@ -27,7 +28,9 @@ MEMORY_MARGIN_NBYTES = 256 << 20
 def load_engine(
     command: StartJob, make: Callable[..., Engine] = Engine
 ) -> tuple[Engine, Mapping[str, Any]]:
-    """Load the engine of a job; also returns what the job's record should say of that.
+    """Load the engine of a job; also returns what the record of its jobs should say of it.
+
+    The device is the one that the command's spec names.
 
     make: as `Engine`
 
@@ -40,7 +43,8 @@ def load_engine(
     # Compiling and measuring come first: what they take is not of the job's budget.
     started = time.monotonic()
     ops = open_ops(config)
-    facts: dict[str, Any] = {"kernels_s": round(time.monotonic() - started, 3)}
+    config = resolved(config, ops)
+    facts = device_facts(ops, config) | {"kernels_s": round(time.monotonic() - started, 3)}
     cache_dir = Home.open().probes_dir
     planned = plan_job(
         file,
@@ -51,7 +55,8 @@ def load_engine(
         cache_dir=cache_dir,
     )
     facts["probe_s"] = planned.probe_s
-    if config.memory_nbytes is not None:
+    # CUDA maps far more address space than memory, and on a GPU the budget is of its own memory.
+    if config.memory_nbytes is not None and ops.name == "cpu":
         allowed_nbytes = config.memory_nbytes + MEMORY_MARGIN_NBYTES
         facts["memory_limit_nbytes"] = private_nbytes(os.getpid()) + allowed_nbytes
         limit_own_memory(allowed_nbytes)

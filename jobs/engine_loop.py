@@ -50,7 +50,7 @@ MakeSource = Callable[[StartJob, Engine], RowSource]
 class EngineLoop:
     """Runs jobs, one at a time, through one engine that the first of them loads.
 
-    make_engine: loads the engine of a job, and says what to record of that
+    make_engine: loads the engine of a job, and says what each of its jobs should record of it
     make_source: opens a job's rows for an engine
     """
 
@@ -60,6 +60,7 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._engine: Engine | None = None
+        self._facts: Mapping[str, Any] = {}
         self._job: _RunningJob | None = None
         self._attempt = 0
 
@@ -116,15 +117,20 @@ class EngineLoop:
         self._attempt = command.attempt
         phases: dict[str, Any] = {}
         if self._engine is None:
-            self._engine, facts = self._make_engine(command)
-            phases.update(facts)
+            self._engine, self._facts = self._make_engine(command)
             loaded = time.monotonic()
             warm_up(self._engine)
             phases["load_s"] = round(loaded - started, 3)
             phases["compile_s"] = round(time.monotonic() - loaded, 3)
         source = self._make_source(command, self._engine)
         self._job = _RunningJob(command, self._engine, source)
-        record = {**self._engine.record(), **phases, "predicted": self._predict(command)}
+        record = {
+            **self._engine.record(),
+            **self._facts,
+            "device_reason": command.device_reason,
+            **phases,
+            "predicted": self._predict(command),
+        }
         self._events.put(JobReady(command.attempt, record))
 
     def _predict(self, command: StartJob) -> dict[str, Any] | None:

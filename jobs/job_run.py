@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from jobs.store import JobStore
 RECORD_INTERVAL_S = 2.0
 WINDOW_SHARDS = 64
 _EXCUSED = "errors_excused"  # in the job's record
+_DEVICES: Mapping[str, Literal["cpu", "gpu"]] = {"cpu": "cpu", "cuda": "gpu"}
 
 log = logging.getLogger("jobs.job_run")
 
@@ -112,6 +113,13 @@ class JobRun:
         self._store.set_total(job.id, self.total)
         if ids is not None:
             self.note({"input": ids.facts()})
+
+    @property
+    def began_on(self) -> Literal["cpu", "gpu"] | None:
+        """What computed the rows that are finished; on another device others would differ."""
+        if not self._num_done:
+            return None
+        return _DEVICES.get(self._record.get("device", ""))
 
     @property
     def is_complete(self) -> bool:

@@ -22,6 +22,7 @@ class StartJob:
     created_at: of the job, Unix seconds; templates that print a date print this one
     max_rows: most rows on board; None leaves it to the engine
     board: file in which the actor notes the rows on board; None where nobody would read it
+    device_reason: why the engine computes where the spec says; empty while that is not settled
     """
 
     attempt: int
@@ -30,6 +31,7 @@ class StartJob:
     created_at: float
     max_rows: int | None = None
     board: str | None = None
+    device_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,6 @@ class JobSpec:
     row_timeout_s: float | None = None
     verify: bool = False
     engine: EngineConfig = field(default_factory=EngineConfig)
-    device: Literal["auto", "cpu", "gpu"] = "auto"
     part_nbytes: int = 64 << 20
     part_interval_s: float = 600.0
     shard_rows: int = 1024

@@ -22,11 +22,16 @@ def spec_to_json(spec: JobSpec) -> str:
 
 
 def spec_from_json(text: str) -> JobSpec:
-    """The spec that `spec_to_json` wrote; fields it lacks take their defaults.
+    """The spec that `spec_to_json` of this version or an earlier one wrote.
+
+    Fields that it lacks take their defaults.
 
     Raises SpecError: it holds a field that this version does not know.
     """
-    spec: JobSpec = _build(JobSpec, json.loads(text))
+    values = json.loads(text)
+    if "device" in values:  # before it was the engine's
+        values["engine"] = {"device": values.pop("device"), **values.get("engine", {})}
+    spec: JobSpec = _build(JobSpec, values)
     return spec
 
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +18,9 @@ from engine.hparams import check_tensors, read_hparams
 from engine.machine import free_memory_nbytes, usable_cores
 from engine.requests import EngineConfig, EngineError
 from jobs import control
+from jobs.gpus import Gpu, GpuSurvey, free_gpu_nbytes, survey_gpus
 from jobs.home import Home
+from jobs.job_device import choose_job_device
 from jobs.records import RunnerError
 from jobs.temp_folder import make_temp_folder, space_warnings
 from ntx_batch.render import nbytes_text
@@ -35,6 +37,8 @@ PACKAGES = (
     *("gguf", "jinja2", "numba", "numpy", "platformdirs", "psutil", "pyarrow"),
     *("rich", "sentencepiece", "tokenizers", "typer"),
 )
+CUPY_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+OLDEST_CUDA, NEWEST_CUDA = 12, 13  # there is an extra for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +114,8 @@ class Doctor:
         self._add("model", "ok", f"{self._model}: {nbytes_text(nbytes)}; this version can run it")
 
     def _look_at_packages(self) -> None:
-        versions, missing = {}, []
-        for name in PACKAGES:
-            try:
-                versions[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                missing.append(name)
+        versions = installed(PACKAGES)
+        missing = [name for name in PACKAGES if name not in versions]
         found = ", ".join(f"{name} {version}" for name, version in versions.items())
         self._add("Python", "ok", f"{sys.version.split()[0]}; {found}")
         if missing:
@@ -164,6 +164,28 @@ class Doctor:
         status: Status = "ok" if free >= LEAST_MEMORY_NBYTES else "warning"
         advice = "" if status == "ok" else "end other programs, or lower --memory"
         self._add("memory", status, f"{nbytes_text(free)} for an engine", advice)
+
+    def _look_at_gpus(self) -> None:
+        survey = survey_gpus()
+        if not survey.gpus:
+            self._add("GPU", "ok", f"none will be used: {survey.problem}")
+            return
+        for ordinal, gpu in enumerate(survey.gpus):
+            self._add(f"GPU {ordinal}", "ok", gpu_text(gpu, free_gpu_nbytes(ordinal), survey))
+        self._add_backend(survey)
+
+    def _add_backend(self, survey: GpuSurvey) -> None:
+        """Whether the engine can compute on the first GPU, and how fast weights get there."""
+        choice = choose_job_device(EngineConfig())
+        if choice.device == "cpu":
+            self._add("GPU backend", "warning", choice.reason, backend_advice(survey))
+            return
+        from engine.cuda_link import measure_link  # CuPy comes with it
+
+        rate = measure_link()
+        self._rates["link"] = {"host_to_device_nbytes_per_s": rate}
+        cupy = ", ".join(f"{name} {found}" for name, found in installed(CUPY_PACKAGES).items())
+        self._add("GPU backend", "ok", f"{cupy}; {rate / 1e9:.1f} GB/s from pinned memory to it")
 
     # ---- what is measured ----------------------------------------------------------------
 
@@ -248,6 +270,7 @@ LOOKS: dict[str, Callable[[Doctor], None]] = {
     "runner": Doctor._look_at_runner,
     "temp folder": Doctor._look_at_temp_folder,
     "cores": Doctor._look_at_cores,
+    "GPU": Doctor._look_at_gpus,
     "disk": Doctor._measure_disk,
     "memory copy": Doctor._measure_copy,
     "products": Doctor._measure_products,
@@ -266,6 +289,34 @@ def disk_check(what: str, rates: DiskRates) -> Check:
         "that stream are read directly"
     )
     return Check(name, "ok", detail)
+
+
+def gpu_text(gpu: Gpu, free_nbytes: int | None, survey: GpuSurvey) -> str:
+    """A GPU in one line."""
+    free = "" if free_nbytes is None else f", {nbytes_text(free_nbytes)} free"
+    major, minor = gpu.capability
+    cuda = ".".join(map(str, survey.cuda_version or ()))
+    return (
+        f"{gpu.name}: {nbytes_text(gpu.memory_nbytes)}{free}, compute capability {major}.{minor}; "
+        f"driver {survey.driver_version or 'of unknown version'}, up to CUDA {cuda}"
+    )
+
+
+def backend_advice(survey: GpuSurvey) -> str:
+    """How to get a backend that this machine's driver runs."""
+    major = (survey.cuda_version or (0, 0))[0]
+    if major < OLDEST_CUDA:
+        return f"update the NVIDIA driver to one that runs CUDA {OLDEST_CUDA} or later"
+    return f"{sys.executable} -m pip install 'ntx-batch[cuda{min(major, NEWEST_CUDA)}]'"
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those packages that are there."""
+    versions = {}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _free_nbytes(path: Path) -> int:

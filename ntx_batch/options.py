@@ -97,14 +97,35 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("logprobs", int, "N", "Report log-probabilities: the chosen token and N others."),
     ),
     "Engine": (
-        Option("device", str, "auto|cpu|gpu", "Where to compute.", "auto"),
-        Option("kv_type", str, "f32|f16", "Element type of the KV cache.", "f32"),
+        Option(
+            "device",
+            str,
+            "auto|cpu|gpu",
+            "Where to compute; auto takes a GPU where one can be used, and says what it chose.",
+            "auto",
+        ),
+        Option(
+            "kv_type",
+            str,
+            "f32|f16",
+            "Element type of the KV cache.",
+            "f32 on a CPU, f16 on a GPU",
+        ),
         Option(
             "memory",
             str,
             "SIZE|auto",
-            "Memory of weights, KV cache and buffers, like 16GiB; what does not fit streams.",
+            "Memory of the device (with a GPU, its own) for weights, KV cache and buffers, like "
+            "16GiB; what does not fit streams.",
             "auto, nine tenths of what is free",
+        ),
+        Option(
+            "host_memory",
+            str,
+            "SIZE|auto",
+            "Pinned memory, beside a GPU, for weights that do not stay on it; what does not fit "
+            "there either streams from disk.",
+            "auto, at most 85 % of the RAM that is free",
         ),
         Option("kv_memory", str, "SIZE", "Memory of the KV cache, like 8GiB.", "from the plan"),
         Option("ring_memory", str, "SIZE", "Memory through which weights stream.", "4 layers"),

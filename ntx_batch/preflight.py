@@ -18,6 +18,7 @@ from jobs.columns import bind_columns
 from jobs.dataset import SAMPLE_NBYTES, build_manifest, read_schema
 from jobs.fingerprint import read_fingerprint
 from jobs.formats.csv_file import name_of
+from jobs.job_device import device_notes
 from jobs.output_folder import OwnFile, find_own_files, refuse_input_place
 from jobs.publish import claim_folder
 from jobs.records import Binding, Fingerprint, JobSpec, Manifest, SpecError
@@ -46,13 +47,18 @@ def check_job(spec: JobSpec, *, overwrite: bool = False) -> Checked:
 
     Raises SpecError, DatasetError, ResultsError, EngineError: what does not fit, with what to do.
     """
+    about_device = tuple(device_notes(spec.engine))
     file = GgufFile.open(spec.model)
     _check_model(spec, file)
     _check_tokenizer(spec, file)
     manifest, binding = _check_input(spec)
     overwrites = _check_output(spec, manifest, overwrite=overwrite)
     _check_templates(spec, file, uses_chat=spec.chat or binding.source == "messages")
-    notes = (*_input_notes(spec, manifest, binding), *_chat_notes(spec, file, binding))
+    notes = (
+        *_input_notes(spec, manifest, binding),
+        *_chat_notes(spec, file, binding),
+        *about_device,
+    )
     if overwrites:
         notes += (f"{len(overwrites)} parts of other jobs in {spec.output} will be removed",)
     return Checked(

@@ -133,9 +133,24 @@ def print_status(job: Job, now: float) -> None:
             "input": job.spec.input,
             "model": job.spec.model,
             "results": job.results_dir,
+            **device_facts(job),
             **achieved_facts(job),
         }
     )
+
+
+def device_facts(job: Job) -> dict[str, str]:
+    """What computes the job, once that is settled, and why that."""
+    record = job.record
+    if "device_name" not in record:
+        return {}
+    text = record["device_name"]
+    if nbytes := record.get("device_nbytes"):
+        budget_nbytes = record["device_budget_nbytes"] or record["device_free_nbytes"]
+        text += f", {nbytes_text(budget_nbytes)} of its {nbytes_text(nbytes)}"
+        text += f", driver {record['driver_version']}, CUDA {record['cuda_runtime']}"
+    reason = record.get("device_reason")
+    return {"device": f"{text} ({reason})" if reason else text}
 
 
 def achieved_facts(job: Job) -> dict[str, str]:

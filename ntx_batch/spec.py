@@ -19,8 +19,10 @@ from jobs.records import JobSpec, SpecError
 
 SAMPLING_OPTIONS = tuple(f.name for f in fields(SamplingParams) if f.name != "seed")
 ENGINE_OPTIONS = {
+    "device": "device",
     "kv_type": "kv_type",
     "memory": "memory_nbytes",
+    "host_memory": "host_memory_nbytes",
     "ring_memory": "ring_nbytes",
     "reader": "reader",
     "kv_memory": "kv_memory_nbytes",
@@ -50,7 +52,6 @@ JOB_OPTIONS = (
     "max_errors",
     "row_timeout",
     "verify",
-    "device",
 )
 KNOWN_OPTIONS = (*JOB_OPTIONS, *ENGINE_OPTIONS, *SAMPLING_OPTIONS)
 
@@ -270,6 +271,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "row_timeout": _seconds,
     "verify": _flag,
     "memory": _budget,
+    "host_memory": _budget,
     "ring_memory": _nbytes,
     "kv_memory": _nbytes,
     "sweep_tokens": _count,
@@ -291,5 +293,7 @@ def _refuse_contradictions(spec: JobSpec) -> None:
         )
     if spec.system is not None and not spec.chat:
         raise SpecError("system is the system message that chat puts before a prompt: add chat")
-    if spec.device == "gpu":
-        raise SpecError("the CUDA backend is not in this version: use device cpu or auto")
+    if spec.engine.device == "cpu" and spec.engine.host_memory_nbytes is not None:
+        raise SpecError(
+            "host_memory is for weights beside a GPU; on a CPU, memory bounds all: drop host_memory"
+        )

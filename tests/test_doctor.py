@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from jobs.gpus import Gpu, GpuSurvey
 from jobs.home import Home
-from ntx_batch.doctor import Doctor, disk_check
+from ntx_batch.doctor import Doctor, backend_advice, disk_check, gpu_text
 from nvme.direct import DEFAULT_TRANSFER
 from nvme.probe import DiskRates
 from tests.cli_helpers import MODEL, run_here
@@ -88,3 +89,31 @@ def test_a_disk_that_refuses_direct_reads_is_a_warning_that_says_why() -> None:
     assert check.status == "warning"
     assert "tmpfs keeps files in memory" in check.detail
     assert "local disk" in check.advice
+
+
+def test_without_a_gpu_one_line_says_why_none_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (check,) = Doctor(tmp_path).look("GPU")
+    assert (check.name, check.status) == ("GPU", "ok")
+    assert check.detail.startswith("none will be used: CUDA_VISIBLE_DEVICES=''")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "advice"),
+    [
+        ((11, 8), "update the NVIDIA driver to one that runs CUDA 12 or later"),
+        ((12, 4), "pip install 'ntx-batch[cuda12]'"),
+        ((13, 0), "pip install 'ntx-batch[cuda13]'"),
+        ((14, 1), "pip install 'ntx-batch[cuda13]'"),
+    ],
+)
+def test_the_extra_to_install_is_that_of_the_driver(cuda: tuple[int, int], advice: str) -> None:
+    gpu = Gpu(name="NVIDIA RTX 1", capability=(8, 6), memory_nbytes=24 << 30)
+    survey = GpuSurvey(gpus=(gpu,), cuda_version=cuda, driver_version="570.86")
+    assert backend_advice(survey).endswith(advice)
+    assert gpu_text(gpu, 8 << 30, survey) == (
+        "NVIDIA RTX 1: 24.0 GiB, 8.0 GiB free, compute capability 8.6; driver 570.86, up to CUDA "
+        f"{cuda[0]}.{cuda[1]}"
+    )

@@ -46,6 +46,27 @@ def test_status_names_the_job_beside_what_it_achieved(
     assert ["computing", "6.2", "s"] in lines
 
 
+def test_status_names_the_device_its_memory_and_why_it_was_chosen(job: Job) -> None:
+    """Case 67."""
+    assert render.device_facts(job) == {}
+    on_cpu = {"device_name": "cpu", "device_reason": "no GPU can be used: there is no driver"}
+    assert render.device_facts(replace(job, record=on_cpu)) == {
+        "device": "cpu (no GPU can be used: there is no driver)"
+    }
+    on_gpu = {
+        "device_name": "NVIDIA RTX 1",
+        "device_reason": "one is there",
+        "device_nbytes": 24 << 30,
+        "device_free_nbytes": 23 << 30,
+        "device_budget_nbytes": None,
+        "driver_version": "570.86.10",
+        "cuda_runtime": "12.8",
+    }
+    assert render.device_facts(replace(job, record=on_gpu)) == {
+        "device": "NVIDIA RTX 1, 23.0 GiB of its 24.0 GiB, driver 570.86.10, CUDA 12.8 (one is there)"
+    }
+
+
 @pytest.mark.parametrize(("errors", "text"), [(True, "no failed rows"), (False, "no rows")])
 def test_a_table_without_rows_is_a_note(
     errors: bool, text: str, capsys: pytest.CaptureFixture[str]

@@ -42,7 +42,7 @@ def temp_nbytes(home: Home) -> int:
 def test_two_runs_at_once_do_not_disturb_each_other(
     homes: list[Home], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cases 65, 67 (no GPU here), 74 and 76.
+    """Cases 65, 67 (GPUs are hidden, or named twice), 74 and 76.
 
     Both finish; stdout holds the id and nothing of Ray's; the record says which device computed;
     the folder that the commands run in is not packed and sent anywhere.
@@ -64,22 +64,33 @@ def test_two_runs_at_once_do_not_disturb_each_other(
         job = only_job(home)
         assert process.returncode == 0, err
         assert (job.num_ok, job.record["device"]) == (NUM_ROWS, "cpu")
+        assert job.record["device_reason"].startswith("no GPU can be used: ")
         assert out == f"{job.id}\n"
         assert "EngineActor" not in err
         assert temp_nbytes(home) < 20 << 20
         shown = run_process(home.path, "status", "--json")
         assert json.loads(shown.out)["job"] == job.id
         assert shown.err == ""
+        said = run_process(home.path, "status").out
+        assert f"cpu ({job.record['device_reason']})" in said
+    hidden, twice = (only_job(home).record for home in homes)
+    assert "CUDA_VISIBLE_DEVICES='' hides every GPU" in hidden["device_reason"]
+    assert (hidden["cuda_visible_devices"], twice["cuda_visible_devices"]) == ("", "0")
     texts = [run_process(h.path, "results", only_job(h).id, "--head", "50").out for h in homes]
     assert texts[0] == texts[1]
 
 
-def test_a_gpu_that_is_asked_for_and_not_there_is_no_cpu(homes: list[Home], tmp_path: Path) -> None:
-    """Case 67: no quiet fall-back."""
+def test_a_gpu_that_is_asked_for_and_not_there_is_no_cpu(
+    homes: list[Home], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 67: no quiet fall-back; it is refused before anything is queued."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     prompts = write_prompts(tmp_path / "in.parquet", ["a"])
-    ran = run_process(homes[0].path, "run", prompts, "--model", MODEL, "--device", "gpu")
+    ran = run_process(homes[0].path, "submit", prompts, "--model", MODEL, "--device", "gpu")
     assert (ran.code, ran.out) == (2, "")
-    assert "CUDA" in ran.err
+    assert "--device gpu: CUDA_VISIBLE_DEVICES='' hides every GPU" in ran.err
+    with JobStore(homes[0].state_path) as store:
+        assert store.list_jobs() == []
 
 
 @pytest.mark.slow

@@ -43,6 +43,14 @@ def test_sampling_and_engine_options_reach_their_place() -> None:
     assert built.engine.num_threads == 2
 
 
+def test_the_device_and_its_memories_are_the_engines() -> None:
+    engine = spec(device="gpu", memory="24GiB", host_memory="100GiB").engine
+    assert (engine.device, engine.memory_nbytes) == ("gpu", 24 << 30)
+    assert engine.host_memory_nbytes == 100 << 30
+    assert spec(host_memory="auto").engine == spec().engine
+    assert (spec().engine.device, spec().engine.kv_type) == ("auto", None)
+
+
 def test_texts_of_the_command_line_and_values_of_python_are_the_same() -> None:
     texts = spec(
         param_columns="temperature, seed",
@@ -105,7 +113,8 @@ def test_every_sampling_parameter_is_an_option_of_its_name() -> None:
         ({"prompt_template": "x", "prompt_column": "b"}, "exclude each other"),
         ({"messages_column": "m", "chat": True}, "drop chat"),
         ({"system": "Be brief."}, "add chat"),
-        ({"device": "gpu"}, "the CUDA backend is not in this version"),
+        ({"device": "cuda"}, "device is one of auto, cpu, gpu, not 'cuda'"),
+        ({"device": "cpu", "host_memory": "8GiB"}, "drop host_memory"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(options: dict[str, Any], message: str) -> None:

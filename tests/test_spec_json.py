@@ -84,6 +84,12 @@ def test_fields_that_an_older_version_did_not_write_take_their_defaults() -> Non
     assert spec == JobSpec(input="/a", model="/b", params=SamplingParams(top_k=4))
 
 
+def test_the_device_of_an_older_spec_is_now_the_engines() -> None:
+    text = '{"input": "/a", "model": "/b", "device": "cpu", "engine": {"sweep_tokens": 9}}'
+    engine = EngineConfig(device="cpu", sweep_tokens=9)
+    assert spec_from_json(text) == JobSpec(input="/a", model="/b", engine=engine)
+
+
 def test_unknown_field_is_refused_with_the_nearest_known_one() -> None:
     with pytest.raises(SpecError, match=r"SamplingParams has no field temprature.*temperature"):
         spec_from_json('{"input": "/a", "model": "/b", "params": {"temprature": 1}}')
