@@ -1,107 +1,49 @@
 """Decisions about memory and sweeps, as pure functions of sizes, rates and the work to do.
 
-A sweep takes max(S / W, D + c·tokens): S bytes streamed over W bytes/s, D seconds that a pass
-over all weights costs whatever the tokens, c seconds of products per token. Rows on board are
-limited by KV memory, so where the model does not fit, every number of resident layers and every
-sweep budget is tried, and the pair with the shortest predicted job wins.
+A sweep takes max(S / W, C): S bytes streamed over W bytes/s, C seconds of computing, a pass over
+all weights and more for each token. Rows on board are limited by KV memory, so where the model
+does not fit, every number of resident layers and every sweep budget is tried, and the pair with
+the shortest job wins.
 
-The number of sweeps: R rows of p prompt and o output tokens, r of them on board. A row is on board
-for o sweeps, so R·o / r sweeps; r·p / S more, S tokens a sweep, until the last of the first r rows
-has come on board. S tokens a sweep bring no more than S·o / (p + o) rows on board.
+Plans are compared by a formula, and the job of the best is then run through in numbers. The
+formula: R rows of p prompt and o output tokens, r of them on board. A row is on board for o
+sweeps, so R·o / r sweeps; r·p / S more, S tokens a sweep, until the last of the first r rows has
+come on board. S tokens a sweep bring no more than S·o / (p + o) rows on board.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from engine.costs import DEFAULT_RATES, Load, Rates, SweepCost
+from engine.drain import layers_worth_keeping
+from engine.forecast import Board, Forecast, Pace, Workload, forecast
 from engine.hparams import Hparams
 from engine.kv_cache import pages_for
 from engine.placement import spread
 from engine.requests import EngineConfig, MemoryBudgetError
+from engine.sizes import ModelSizes, Part
+
+__all__ = [
+    "DEFAULT_RATES",
+    "FIXED_NBYTES",
+    "ModelSizes",
+    "Part",
+    "Plan",
+    "Planner",
+    "Rates",
+    "Workload",
+]
 
 DEFAULT_SWEEP_TOKENS = 512
 SWEEP_TOKENS_TRIED = (64, 128, 256, 512, 1024, 2048)
 DEFAULT_KV_NBYTES = 8 << 30  # more rows than this holds fill no core any further
 RING_PARCELS = 4  # of the largest size: one in use, the others coming
 FIXED_NBYTES = 48 << 20  # stacks, Python objects, scratch of the workers
+MAX_BALANCE = 1 << 20  # tokens, where computing never catches up
 AS_GOOD = 1.02  # times the shortest time: what a prediction cannot tell apart
-EXPANDED = "expanded"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """A layer, the head or the embedding.
-
-    stored_nbytes: as the file has it
-    slot_nbytes: of its place in the ring, alignment included
-    values: number of weights by type name
-    """
-
-    stored_nbytes: int
-    slot_nbytes: int
-    values: Mapping[str, int]
-
-    @property
-    def num_values(self) -> int:
-        return sum(self.values.values())
-
-    @property
-    def expanded_nbytes(self) -> int:
-        return 4 * self.num_values
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSizes:
-    """What a model takes. head: None where it is the embedding. page_nbytes: a KV page."""
-
-    embedding: Part
-    layers: tuple[Part, ...]
-    head: Part | None
-    vectors_nbytes: int
-    page_nbytes: int
-
-    @property
-    def stored_nbytes(self) -> int:
-        parts = [self.embedding, *self.layers, *([self.head] if self.head else [])]
-        return self.vectors_nbytes + sum(part.stored_nbytes for part in parts)
-
-    @property
-    def expanded_nbytes(self) -> int:
-        """Layers and head as float32; a separate embedding stays as it is."""
-        products = [*self.layers, self.head or self.embedding]
-        separate = self.embedding.stored_nbytes if self.head else 0
-        return self.vectors_nbytes + separate + sum(part.expanded_nbytes for part in products)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
-    """What the machine does, measured.
-
-    disk_nbytes_per_s: reads of model files
-    values_per_s: weights that one pass takes, whatever the tokens, by type name; "expanded" too
-    flops_per_s: of products of many tokens
-    """
-
-    disk_nbytes_per_s: float
-    values_per_s: Mapping[str, float]
-    flops_per_s: float
-
-
-# A slow laptop's; only the choice between plans depends on them, and a probe replaces them.
-DEFAULT_RATES = Rates(disk_nbytes_per_s=1e9, values_per_s={}, flops_per_s=1e11)
-_DEFAULT_VALUES_PER_S = 1e9
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
-    """The rows to run: their number, and mean tokens of prompts and outputs."""
-
-    num_rows: int = 1000
-    prompt_tokens: float = 256.0
-    output_tokens: float = 128.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +85,7 @@ class Plan:
 
     @property
     def placement(self) -> str:
-        """A letter for each layer, then one for the head: r resident, h in host memory, d on disk."""
+        """A letter for each layer, then for the head: r resident, h in host memory, d on disk."""
         resident = (*self.resident, self.head_resident)
         host = (*(self.host or (False,) * len(self.resident)), self.head_in_host)
         letters = [
@@ -227,6 +169,7 @@ class Planner:
         self._free_nbytes = free_nbytes
         self._rates = rates
         self._workload = workload or Workload()
+        self._costs: dict[bool, SweepCost] = {}
         if config.sweep_tokens is not None and config.sweep_tokens < 1:
             raise MemoryBudgetError(f"--sweep-tokens {config.sweep_tokens}: at least 1 is needed")
         if (config.kv_memory_nbytes or sizes.page_nbytes) < sizes.page_nbytes:
@@ -243,13 +186,23 @@ class Planner:
         plans = [plan for way in self._ways() if (plan := self._plan(way)) is not None]
         if not plans:
             raise MemoryBudgetError(self._refusal())
-        enough = AS_GOOD * min(plan.predicted["job_s"] for plan in plans)
-        good = [plan for plan in plans if plan.predicted["job_s"] <= enough]
-        return min(good, key=lambda plan: (plan.streamed_nbytes, plan.predicted["job_s"]))
+        job_s = [self.estimated_job_s(plan) for plan in plans]
+        enough = AS_GOOD * min(job_s)
+        good = [found for found in zip(plans, job_s, strict=True) if found[1] <= enough]
+        best, _ = min(good, key=lambda found: (found[0].streamed_nbytes, found[1]))
+        return self.predicted(best)
 
-    def predicted(self, plan: Plan) -> Plan:
-        """A plan made otherwise, with the predictions of these rates and this workload."""
-        return replace(plan, predicted=self._predict(plan))
+    def predicted(self, plan: Plan, cost: SweepCost | None = None) -> Plan:
+        """A plan made otherwise, with the predictions of these rates and this workload.
+
+        cost: of a sweep's computing, where that is known better than by the rates
+        """
+        return replace(plan, predicted=self._predict(plan, cost or self._cost(plan.expand)))
+
+    def estimated_job_s(self, plan: Plan) -> float:
+        """Seconds of the job by the formula that plans are compared by."""
+        num_sweeps, load = self._mean_sweep(plan)
+        return num_sweeps * self._pace(plan, self._cost(plan.expand)).sweep_s(load)[0]
 
     def _ways(self) -> Iterator[_Try]:
         """Everything resident where it fits; otherwise each number of resident layers."""
@@ -292,7 +245,7 @@ class Planner:
         most_pages = way.sweep_tokens * pages_for(self._hparams.context_length)
         kv_pages = min(kv_nbytes // page_nbytes, most_pages)
         streamed_nbytes = sum(part.slot_nbytes for part in self._streamed(way))
-        plan = Plan(
+        return Plan(
             expand=way.expand,
             resident=spread(way.num_resident, len(self._sizes.layers)),
             head_resident=way.head_resident,
@@ -306,7 +259,6 @@ class Planner:
             streamed_nbytes=streamed_nbytes,
             disk_nbytes=streamed_nbytes,
         )
-        return self.predicted(plan)
 
     def _need(self, way: _Try) -> _Need | None:
         """None where the ring that was asked for does not hold a parcel of it."""
@@ -349,64 +301,98 @@ class Planner:
         largest = max(part.slot_nbytes for part in streamed)
         return min(RING_PARCELS, len(streamed) + 1) * largest
 
-    def _predict(self, plan: Plan) -> dict[str, Any]:
+    def _predict(self, plan: Plan, cost: SweepCost) -> dict[str, Any]:
         """What a plan gives over the whole of the workload.
 
         rows_on_board, rows_limited_by: "rows" (of the job), "kv" or "sweep"
         sweep_used_tokens: mean tokens of a sweep
-        tokens_at_balance: T*, tokens at which computing catches up with the link
-        disk_s, pass_s, token_s: of one sweep: reading, a pass over the weights, products per token
-        sweep_s, num_sweeps, tokens_per_s (output), job_s, limited_by
+        tokens_at_balance: T*, tokens at which computing catches up with what streams
+        disk_s, compute_s: of the mean sweep: reading, computing; pass_s of that whatever the
+            tokens, token_s more for each
+        sweep_s, num_sweeps, tokens_per_s (output), job_s
+        limited_by: what most of the time is spent on, "compute" or "disk"
         """
-        work = self._workload
+        work, pace = self._workload, self._pace(plan, cost)
         rows, rows_limited_by = self._rows_on_board(plan)
-        ramp = rows * work.prompt_tokens / plan.sweep_tokens
-        num_sweeps = max(1.0, work.num_rows * max(1.0, work.output_tokens) / rows + ramp)
-        used = work.num_rows * (work.prompt_tokens + work.output_tokens) / num_sweeps
-        disk_s = plan.streamed_nbytes / self._rates.disk_nbytes_per_s
-        pass_s, token_s = self._compute_s(plan.expand)
-        sweep_s = max(disk_s, pass_s + token_s * used)
-        job_s = num_sweeps * sweep_s
-        balance = max(0.0, (disk_s - pass_s) / token_s) if disk_s else 0.0
+        board = Board(sweep_tokens=plan.sweep_tokens, max_rows=self._most_rows(plan))
+        found = forecast(work, board, pace)
+        mean = _mean_load(found)
+        pass_s, compute_s = cost.compute_s(Load(0, 0, 0, 0)), cost.compute_s(mean)
         return {
             "rows_on_board": int(rows),
             "rows_limited_by": rows_limited_by,
-            "sweep_used_tokens": round(used, 1),
-            "tokens_at_balance": round(balance, 1),
-            "disk_s": disk_s,
+            "sweep_used_tokens": round(mean.tokens, 1),
+            "tokens_at_balance": round(_balance(cost, mean, max(pace.streams.values())), 1),
+            **{f"{name}_s": seconds for name, seconds in pace.streams.items()},
+            "compute_s": compute_s,
             "pass_s": pass_s,
-            "token_s": token_s,
-            "sweep_s": sweep_s,
-            "num_sweeps": round(num_sweeps, 1),
-            "tokens_per_s": work.num_rows * work.output_tokens / job_s,
-            "job_s": job_s,
-            "limited_by": "disk" if disk_s > pass_s + token_s * used else "compute",
+            "token_s": (compute_s - pass_s) / mean.tokens,
+            "sweep_s": found.seconds / found.num_sweeps,
+            "num_sweeps": round(found.num_sweeps, 1),
+            "tokens_per_s": work.num_rows * work.output_tokens / found.seconds,
+            "job_s": found.seconds,
+            "limited_by": max(found.limited_s, key=lambda name: found.limited_s[name]),
         }
+
+    def _cost(self, expand: bool) -> SweepCost:
+        if expand not in self._costs:
+            self._costs[expand] = SweepCost.of(self._sizes, self._rates, expand=expand)
+        return self._costs[expand]
+
+    def _pace(self, plan: Plan, cost: SweepCost) -> Pace:
+        streams = {"disk": plan.disk_nbytes / self._rates.disk_nbytes_per_s}
+        streamed = [
+            layer.slot_nbytes
+            for layer, stays in zip(self._sizes.layers, plan.resident, strict=True)
+            if not stays
+        ]
+        row_pages = self._row_pages
+
+        def kept(rows: int, sweeps_left: int) -> float:
+            num_layers = layers_worth_keeping(
+                num_pages=max(0, plan.kv_pages - rows * row_pages),
+                page_nbytes=self._sizes.page_nbytes,
+                layer_nbytes=max(streamed),
+                num_layers=len(streamed),
+                sweeps_left=sweeps_left,
+            )
+            return num_layers * sum(streamed) / len(streamed) / plan.streamed_nbytes
+
+        return Pace(cost=cost, streams=streams, kept=kept if streamed else None)
+
+    def _mean_sweep(self, plan: Plan) -> tuple[float, Load]:
+        """Number of sweeps by the formula, and what each carries then."""
+        work = self._workload
+        prompt, output = work.prompt_tokens, max(1.0, work.output_tokens)
+        rows, _ = self._rows_on_board(plan)
+        num_sweeps = max(1.0, work.num_rows * output / rows + rows * prompt / plan.sweep_tokens)
+        share = work.num_rows / num_sweeps
+        return num_sweeps, Load(
+            tokens=share * (prompt + output),
+            decode_positions=share * output * (prompt + output / 2),
+            prefill_positions=share * prompt * prompt / 2,
+            outputs=share * output,
+        )
+
+    @property
+    def _row_pages(self) -> int:
+        work = self._workload
+        return max(1, pages_for(work.whole_prompt + work.whole_output - 1))
+
+    def _most_rows(self, plan: Plan) -> int:
+        return max(1, min(plan.kv_pages // self._row_pages, plan.max_rows))
 
     def _rows_on_board(self, plan: Plan) -> tuple[float, str]:
         work = self._workload
         row_tokens = max(1.0, work.prompt_tokens + work.output_tokens)
-        row_pages = pages_for(math.ceil(row_tokens))
         refilled = plan.sweep_tokens * max(1.0, work.output_tokens) / row_tokens
         limits = {
             "rows": float(work.num_rows),
-            "kv": float(plan.kv_pages // row_pages),
-            "sweep": refilled,
+            "kv": float(plan.kv_pages // self._row_pages),
+            "sweep": min(refilled, float(plan.max_rows)),
         }
         name = min(limits, key=lambda name: limits[name])
         return max(1.0, limits[name]), name
-
-    def _compute_s(self, expand: bool) -> tuple[float, float]:
-        """Seconds of a pass over all weights, and of the products per token."""
-        products = [*self._sizes.layers, self._sizes.head or self._sizes.embedding]
-        values: dict[str, int] = {}
-        for part in products:
-            for name, count in part.values.items():
-                key = EXPANDED if expand else name
-                values[key] = values.get(key, 0) + count
-        rates = self._rates.values_per_s
-        pass_s = sum(n / rates.get(name, _DEFAULT_VALUES_PER_S) for name, n in values.items())
-        return pass_s, 2 * sum(values.values()) / self._rates.flops_per_s
 
     def _refusal(self) -> str:
         """What was asked, what there is, and the smallest that works."""
@@ -427,3 +413,30 @@ class Planner:
             f"{'raise --memory' if given else 'free some'}, or lower --kv-memory, --ring-memory or "
             "--sweep-tokens"
         )
+
+
+def _mean_load(found: Forecast) -> Load:
+    sweeps = found.num_sweeps
+    return Load(
+        tokens=found.tokens / sweeps,
+        decode_positions=found.decode_positions / sweeps,
+        prefill_positions=found.prefill_positions / sweeps,
+        outputs=found.outputs / sweeps,
+    )
+
+
+def _balance(cost: SweepCost, mean: Load, streaming_s: float) -> float:
+    """Tokens of a sweep of the mean kind, scaled, that computes as long as it streams."""
+
+    def compute_s(tokens: float) -> float:
+        scale = tokens / mean.tokens
+        positions = mean.decode_positions * scale, mean.prefill_positions * scale
+        return cost.compute_s(Load(tokens, *positions, mean.outputs * scale))
+
+    low, high = 0.0, 1.0
+    while compute_s(high) < streaming_s and high < MAX_BALANCE:
+        low, high = high, 2 * high
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if compute_s(middle) < streaming_s else (low, middle)
+    return low

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Self
 
+from engine.costs import Load
 from engine.links import LinkStats
+from engine.scheduler import Chunk
+from engine.sweep_fit import Moments
 from engine.weight_stream import WeightStream
 
 RECENT_SWEEPS = 256
@@ -17,7 +21,7 @@ RECENT_SWEEPS = 256
 class SweepRecord:
     """One sweep.
 
-    num_tokens, num_rows: that rode along
+    num_tokens, num_rows: that rode along; load: the same, as what it costs
     seconds: from its first chunk to its last sampled token
     streamed_nbytes: of weights that came through the ring
     wait_s: the computing stood still for them
@@ -31,6 +35,7 @@ class SweepRecord:
 
     num_tokens: int
     num_rows: int
+    load: Load
     seconds: float
     streamed_nbytes: int
     wait_s: float
@@ -41,6 +46,11 @@ class SweepRecord:
     read_busy_s: float
     reader: str
     probed_nbytes_per_s: float | None
+
+    @property
+    def moments(self) -> Moments:
+        """For an estimate of what computing costs."""
+        return Moments.of(self.load, self.seconds - self.wait_s)
 
     @property
     def disk_nbytes_per_s(self) -> float:
@@ -69,6 +79,7 @@ class SweepTotals:
     direct_nbytes: int = 0
     buffered_nbytes: int = 0
     read_busy_s: float = 0.0
+    moments: Moments = field(default_factory=Moments)
 
     def add(self, record: SweepRecord) -> None:
         self.num_sweeps += 1
@@ -83,7 +94,20 @@ class SweepTotals:
         return self - SweepTotals()
 
 
-_SUMMED = tuple(field.name for field in fields(SweepTotals) if field.name != "num_sweeps")
+_SUMMED = tuple(each.name for each in fields(SweepTotals) if each.name != "num_sweeps")
+
+
+def load_of(chunks: Sequence[Chunk]) -> Load:
+    """What a sweep of these chunks costs for: each token attends to itself and all before it."""
+    tokens = outputs = 0
+    positions = [0, 0]  # of single tokens that wait for the next, of pieces of prompts
+    for chunk in chunks:
+        num_tokens = chunk.end - chunk.begin
+        tokens += num_tokens
+        outputs += chunk.wants_logits
+        positions[num_tokens > 1] += num_tokens * (chunk.begin + chunk.end + 1) // 2
+    decode_positions, prefill_positions = positions
+    return Load(tokens, decode_positions, prefill_positions, outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +146,14 @@ class SweepLog:
         """A sweep begins."""
         self._mark = _Mark.now(self._stream)
 
-    def end(self, num_tokens: int, num_rows: int) -> None:
-        """It is over."""
+    def end(self, chunks: Sequence[Chunk]) -> None:
+        """It is over. chunks: that it carried"""
         before, now = self._mark, _Mark.now(self._stream)
         link = now.link - before.link
         record = SweepRecord(
-            num_tokens=num_tokens,
-            num_rows=num_rows,
+            num_tokens=sum(chunk.end - chunk.begin for chunk in chunks),
+            num_rows=len(chunks),
+            load=load_of(chunks),
             seconds=now.at - before.at,
             streamed_nbytes=now.nbytes - before.nbytes,
             wait_s=link.wait_s,

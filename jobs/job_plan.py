@@ -11,7 +11,6 @@ from engine.gguf_file import GgufFile
 from engine.hparams import Hparams
 from engine.loading import make_planner
 from engine.planner import Plan, Rates, Workload
-from engine.rates import probe_rates
 from engine.requests import EngineConfig
 from engine.weights import HEAD_TENSOR, layer_tensor_names
 from kernels.ops import Ops
@@ -51,19 +50,40 @@ def plan_job(
     plan = make_planner(file, hparams, config, ops).best()
     if not (plan.streams or always_probe):
         return JobPlan(plan=plan, rates=None, workload=None, probe_s=0.0)
+    # Numba comes with it: only what measures loads it.
+    from engine.rates import probe_rates
+
     workload = sample()
     started = time.monotonic()
     # Measuring the disk drops the model from the page cache, from which it would load faster.
     files = file.paths if plan.streams else ()
-    rates = probe_rates(ops, product_types(file, hparams), files, cache_dir)
+    rates = probe_rates(
+        ops,
+        layer_types(file, hparams),
+        files,
+        cache_dir,
+        hparams=hparams,
+        head_type=file.tensors[head_tensor(hparams)].type_name,
+        kv_type=config.kv_type,
+        expand=plan.expand,
+    )
     probe_s = round(time.monotonic() - started, 3)
     planner = make_planner(file, hparams, config, ops, rates=rates, workload=workload)
     plan = planner.best() if plan.streams else planner.predicted(plan)
     return JobPlan(plan=plan, rates=rates, workload=workload, probe_s=probe_s)
 
 
-def product_types(file: GgufFile, hparams: Hparams) -> set[str]:
-    """Types of the matrices that take part in products."""
+def layer_types(file: GgufFile, hparams: Hparams) -> set[str]:
+    """Types of the matrices of the layers."""
     names = [name for layer in range(hparams.num_layers) for name in layer_tensor_names(layer)]
-    names.append("token_embd.weight" if hparams.tied_embeddings else HEAD_TENSOR)
     return {file.tensors[name].type_name for name in names}
+
+
+def head_tensor(hparams: Hparams) -> str:
+    """Name of the output head."""
+    return "token_embd.weight" if hparams.tied_embeddings else HEAD_TENSOR
+
+
+def product_types(file: GgufFile, hparams: Hparams) -> set[str]:
+    """Types of all matrices that take part in products."""
+    return layer_types(file, hparams) | {file.tensors[head_tensor(hparams)].type_name}

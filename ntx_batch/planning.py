@@ -34,9 +34,10 @@ def make_report(spec: JobSpec, home: Home) -> dict[str, Any]:
     text = ModelText.of(file, hparams, spec.engine.pre_tokenizer)
     sample = sample_rows(spec, manifest, text, created_at=time.time())
     # Numba comes with it; no other command needs it.
-    from engine.devices import open_ops
+    from engine.devices import open_ops, resolved
 
     ops = open_ops(spec.engine)
+    spec = replace(spec, engine=resolved(spec.engine, ops))
     try:
         planned = plan_job(
             file,
@@ -119,13 +120,17 @@ def _rates(num_threads: int, planned: JobPlan) -> dict[str, Any]:
         "disk_nbytes_per_s": rates.disk_nbytes_per_s if planned.plan.streams else None,
         "values_per_s": plain(rates.values_per_s),
         "flops_per_s": rates.flops_per_s,
+        "decode_position_s": rates.decode_position_s,
+        "prefill_position_s": rates.prefill_position_s,
+        "choice_s": rates.choice_s,
         "probe_s": planned.probe_s,
     }
 
 
 def _predicted(planned: JobPlan, sample: RowSample) -> dict[str, Any]:
     predicted = dict(planned.plan.predicted)
-    row_pages = pages_for(max(1, round(sample.prompt_tokens + sample.output_tokens)))
+    work = sample.workload
+    row_pages = max(1, pages_for(work.whole_prompt + work.whole_output - 1))
     return {
         **predicted,
         "kv_rows": planned.plan.kv_pages // row_pages,

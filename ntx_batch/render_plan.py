@@ -16,6 +16,7 @@ _LIMITS = {
     "kv": "as many as the KV cache holds",
     "sweep": "as many as a sweep can refill",
 }
+_PLACES = {"r": "r stays in memory", "h": "h comes from host memory", "d": "d from the disk"}
 PICTURE_WIDTH = 60
 
 
@@ -56,7 +57,8 @@ def _placement_facts(placement: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     *layers, head = placement["picture"].replace(" ", "")
     picture = "".join(layers)
     lines = [picture[at : at + PICTURE_WIDTH] for at in range(0, len(picture), PICTURE_WIDTH)]
-    yield "placement", "\n".join([*lines, f"r stays in memory, s streams; the head: {head}"])
+    meanings = ", ".join(text for letter, text in _PLACES.items() if letter in [*layers, head])
+    yield "placement", "\n".join([*lines, f"{meanings}; the head: {head}"])
     streamed = nbytes_text(placement["streamed_nbytes"])
     yield "streamed", f"{streamed} in each sweep, by the {placement['reader']} reader"
 
@@ -98,11 +100,10 @@ def _predicted_facts(
 ) -> Iterator[tuple[str, str]]:
     limit = _LIMITS[predicted["rows_limited_by"]]
     yield "rows on board", f"{predicted['rows_on_board']:,}: {limit}"
-    computing = predicted["pass_s"] + predicted["token_s"] * predicted["sweep_used_tokens"]
     yield (
         "sweep",
         f"{predicted['sweep_s']:.3g} s with {predicted['sweep_used_tokens']:.0f} tokens (at most "
-        f"{placement['sweep_tokens']}): computing {computing:.3g} s, disk "
+        f"{placement['sweep_tokens']}): computing {predicted['compute_s']:.3g} s, disk "
         f"{predicted['disk_s']:.3g} s",
     )
     if placement["streamed_nbytes"]:

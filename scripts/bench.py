@@ -4,6 +4,7 @@
     python -m scripts.bench prefill --model MODEL      4 prompts of 128 tokens per sweep
     python -m scripts.bench peer    --model MODEL --llama-batched-bench PATH
     python -m scripts.bench job     --model MODEL      a job through Ray and Parquet
+    python -m scripts.bench plan    --model MODEL      what a job was predicted to take
     python -m scripts.bench stream  --model MODEL      a model that streams, by rows on board
     python -m scripts.bench placement --model MODEL    interleaved against contiguous layers
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from scripts.bench_engine import bench_decode, bench_prefill
 from scripts.bench_job import bench_job
 from scripts.bench_peer import bench_peer
+from scripts.bench_plan import bench_plan
 from scripts.bench_report import Report, machine_facts
 from scripts.bench_stream import bench_placement, bench_stream
 
@@ -29,6 +31,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace], Report]] = {
     "prefill": bench_prefill,
     "peer": bench_peer,
     "job": bench_job,
+    "plan": bench_plan,
     "stream": bench_stream,
     "placement": bench_placement,
 }
@@ -43,6 +46,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens decoded per row")
     parser.add_argument("--job-rows", type=int, default=600, help="rows of the job")
+    parser.add_argument("--memory", help="budget of the job, such as 1.5GiB (plan)")
+    parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--kv-type", choices=["f32", "f16"], default="f32")
     parser.add_argument("--reader", choices=["auto", "direct", "mmap"], default="auto")
     parser.add_argument("--threads", type=int, help="worker threads; default: every core")

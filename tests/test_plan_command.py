@@ -90,7 +90,7 @@ def test_a_budget_below_the_model_streams_and_holds(
     assert memory["ring_nbytes"] == 8 * MIB
     assert placement["streamed_nbytes"] > 0
     assert placement["reader"] == "direct"
-    assert placement["picture"].count("s") + placement["picture"].count("r") == 13
+    assert placement["picture"].count("d") + placement["picture"].count("r") == 13
     assert found["rates"]["disk_nbytes_per_s"] > 0
     assert (found["rows"]["num_rows"], found["rows"]["num_sampled"]) == (30, 30)
     assert found["predicted"]["rows_on_board"] <= 30

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from engine import EngineConfig, Request, SamplingParams
+from engine.costs import Load
 from engine.engine import Engine
 from engine.planner import Rates, Workload
-from engine.sweep_log import SweepTotals
+from engine.scheduler import Chunk
+from engine.sweep_log import SweepTotals, load_of
 from tests import golden
 
 CONFIG = EngineConfig(kv_memory_nbytes=16 << 20, expand="never", reader="direct")
@@ -33,13 +35,23 @@ def test_each_sweep_says_what_it_carried_and_what_streamed() -> None:
     with Engine(model, CONFIG) as engine:
         sizes = engine.plan
         streamed = sum(part.slot_nbytes for part in engine._sizes.layers[:1])
-        plan = replace(sizes, resident=(False, True), ring_nbytes=1 << 20, streamed_nbytes=streamed)
+        plan = replace(
+            sizes,
+            resident=(False, True),
+            ring_nbytes=1 << 20,
+            streamed_nbytes=streamed,
+            disk_nbytes=streamed,
+        )
     with Engine(model, CONFIG, plan=plan, rates=RATES) as engine:
         run_rows(engine)
         records, totals = list(engine.sweeps.recent), engine.sweeps.totals
         predicted = engine.predict(Workload(num_rows=2, prompt_tokens=4, output_tokens=4))
     assert [record.num_tokens for record in records] == [8, 2, 2, 2]
     assert {record.num_rows for record in records} == {2}
+    # Prompts of 5 and 3 tokens attend to 15 and 6 positions, the tokens after them to 6 and 4.
+    assert records[0].load == Load(8, 0, 15 + 6, 2)
+    assert [record.load for record in records[1:]] == [Load(2, 10 + 2 * i, 0, 2) for i in range(3)]
+    assert totals.moments.num_sweeps == len(records)
     assert {record.streamed_nbytes for record in records} == {streamed}
     assert {record.reader for record in records} == {"direct"}
     assert all(0 <= record.wait_s <= record.seconds for record in records)
@@ -61,6 +73,11 @@ def test_a_resident_model_streams_nothing_and_promises_nothing() -> None:
         assert (record.streamed_nbytes, record.wait_s, record.probe_share) == (0, 0.0, None)
         assert record.reader == "page cache"
         assert engine.predict(Workload()) is None
+
+
+def test_a_piece_of_a_prompt_attends_to_all_before_it_and_gives_no_output() -> None:
+    chunks = [Chunk(0, 9, 10, wants_logits=True), Chunk(1, 10, 12, wants_logits=False)]
+    assert load_of(chunks) == Load(3, 10, 11 + 12, 1)
 
 
 def test_totals_of_a_job_are_differences() -> None:

@@ -1,0 +1,203 @@
+"""What a job will take: its sweeps run through in numbers, by the rules of `engine.scheduler`.
+
+Every row has the mean prompt and the mean output. A sweep takes as long as the slowest of
+computing, the link and the disk: they run side by side, and a sweep that streams waits for its
+bytes however few rows are left. Of a long job the first generations of rows are run through; the
+rest go on at the pace that they have come to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from engine.costs import Load, SweepCost
+
+GENERATIONS = 6  # of rows on board that are run through; the later half shows the pace
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """The rows to run: their number, and mean tokens of prompts and outputs."""
+
+    num_rows: int = 1000
+    prompt_tokens: float = 256.0
+    output_tokens: float = 128.0
+
+    @property
+    def whole_prompt(self) -> int:
+        return max(1, round(self.prompt_tokens))
+
+    @property
+    def whole_output(self) -> int:
+        return max(1, round(self.output_tokens))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Board:
+    """What limits a sweep: its most tokens, and the most rows on board."""
+
+    sweep_tokens: int
+    max_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """What sweeps take.
+
+    cost: their computing
+    streams: seconds of a sweep by the name of what streams, "disk" or "link"
+    kept: share of what streams that is kept in memory, by (rows on board, sweeps until the last
+        of them has ended), at a job's end, when no row waits
+    """
+
+    cost: SweepCost
+    streams: Mapping[str, float]
+    kept: Callable[[int, int], float] | None = None
+
+    def sweep_s(self, load: Load, kept: float = 0.0) -> tuple[float, str]:
+        """Seconds of a sweep, and what they are spent on."""
+        taken = {name: seconds * (1 - kept) for name, seconds in self.streams.items()}
+        taken[COMPUTE] = self.cost.compute_s(load)
+        name = max(taken, key=lambda name: taken[name])
+        return taken[name], name
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Sums over a job's sweeps. limited_s: seconds by what they are spent on"""
+
+    num_sweeps: float
+    seconds: float
+    tokens: float
+    outputs: float
+    decode_positions: float
+    prefill_positions: float
+    limited_s: Mapping[str, float]
+
+    def extended(self, earlier: Forecast, times: float) -> Forecast:
+        """What has come since an earlier one, so many times more."""
+
+        def more(now: float, before: float) -> float:
+            return now + times * (now - before)
+
+        names = self.limited_s.keys() | earlier.limited_s.keys()
+        return Forecast(
+            more(self.num_sweeps, earlier.num_sweeps),
+            more(self.seconds, earlier.seconds),
+            more(self.tokens, earlier.tokens),
+            more(self.outputs, earlier.outputs),
+            more(self.decode_positions, earlier.decode_positions),
+            more(self.prefill_positions, earlier.prefill_positions),
+            {n: more(self.limited_s.get(n, 0.0), earlier.limited_s.get(n, 0.0)) for n in names},
+        )
+
+
+def forecast(work: Workload, board: Board, pace: Pace) -> Forecast:
+    """Sweeps and seconds of a whole job."""
+    generation = max(1, min(board.max_rows, board.sweep_tokens))
+    enough = GENERATIONS * generation
+    if work.num_rows <= enough:
+        return _Run(work, work.num_rows, board, pace).forecast()
+    # The end of a job, when rows run out, is in both and drops out of their difference.
+    half = enough // 2
+    whole = _Run(work, enough, board, pace).forecast()
+    earlier = _Run(work, half, board, pace).forecast()
+    return whole.extended(earlier, (work.num_rows - enough) / (enough - half))
+
+
+class _Run:
+    """A job under way. Rows that came on board in one sweep leave in one.
+
+    A prompt's first output comes with its last piece, so a row decodes in one sweep less than it
+    has outputs. `_done` tokens of the first waiting prompt are computed.
+    """
+
+    def __init__(self, work: Workload, num_rows: int, board: Board, pace: Pace) -> None:
+        self._prompt, self._output = work.whole_prompt, work.whole_output
+        self._board, self._pace = board, pace
+        self._waiting = num_rows
+        self._prefilling = 0
+        self._done = 0
+        self._decoding = 0
+        self._attended = 0  # positions that the decoding rows attend to in the next sweep
+        self._leaving: deque[tuple[int, int]] = deque()  # (after so many sweeps, rows)
+        self._sweeps = 0
+        self._sums = [0.0] * 5
+        self._limited_s: dict[str, float] = {}
+
+    def forecast(self) -> Forecast:
+        while self._waiting or self._prefilling or self._decoding:
+            self._admit()
+            if self._prefilling:
+                self._mixed_sweep()
+            else:
+                self._decode_until_rows_leave()
+            self._leave()
+        seconds, tokens, outputs, decoded, prefilled = self._sums
+        return Forecast(self._sweeps, seconds, tokens, outputs, decoded, prefilled, self._limited_s)
+
+    def _admit(self) -> None:
+        pending = self._decoding + self._prefilling * self._prompt - self._done
+        budget = self._board.sweep_tokens - pending
+        room = self._board.max_rows - self._decoding - self._prefilling
+        if budget > 0 and room > 0:
+            rows = min(self._waiting, room, -(-budget // self._prompt))
+            self._waiting -= rows
+            self._prefilling += rows
+
+    def _mixed_sweep(self) -> None:
+        """Every decoding row's token, and prompts as far as the budget goes."""
+        left = self._prefilling * self._prompt - self._done
+        num_tokens = min(left, self._board.sweep_tokens - self._decoding)
+        end = self._done + num_tokens
+        rows = end // self._prompt
+        attended = self._prefix_positions(end) - self._prefix_positions(self._done)
+        tokens, outputs = self._decoding + num_tokens, self._decoding + rows
+        self._count(1, Load(tokens, self._attended, attended, outputs))
+        self._attended += self._decoding
+        self._done = end - rows * self._prompt
+        self._prefilling -= rows
+        if rows:
+            self._decoding += rows
+            self._attended += rows * (self._prompt + 1)
+            self._leaving.append((self._sweeps + self._output - 1, rows))
+
+    def _decode_until_rows_leave(self) -> None:
+        """Sweeps that are alike but for their positions: those of the middle one, so many times."""
+        rows, times = self._decoding, self._leaving[0][0] - self._sweeps
+        middle = self._attended + rows * (times - 1) / 2
+        self._count(times, Load(rows, middle, 0.0, rows))
+        self._attended += rows * times
+
+    def _leave(self) -> None:
+        while self._leaving and self._leaving[0][0] <= self._sweeps:
+            _, rows = self._leaving.popleft()
+            self._decoding -= rows
+            self._attended -= rows * (self._prompt + self._output)
+
+    def _count(self, times: int, load: Load) -> None:
+        seconds, name = self._pace.sweep_s(load, self._kept())
+        amounts = (
+            seconds,
+            load.tokens,
+            load.outputs,
+            load.decode_positions,
+            load.prefill_positions,
+        )
+        for index, amount in enumerate(amounts):
+            self._sums[index] += times * amount
+        self._limited_s[name] = self._limited_s.get(name, 0.0) + times * seconds
+        self._sweeps += times
+
+    def _kept(self) -> float:
+        if self._pace.kept is None or self._waiting or self._prefilling or not self._leaving:
+            return 0.0
+        return self._pace.kept(self._decoding, self._leaving[-1][0] - self._sweeps)
+
+    def _prefix_positions(self, num_tokens: int) -> int:
+        """Positions that the first tokens of the prompts, laid end to end, attend to."""
+        whole, rest = divmod(num_tokens, self._prompt)
+        return whole * self._prompt * (self._prompt + 1) // 2 + rest * (rest + 1) // 2
