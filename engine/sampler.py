@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.requests import Request, RowError, SamplingParams, TokenLogprob
-from kernels.cpu import sampling
-from kernels.cpu.selection import MAX_TOKENS
+from kernels.choices import MAX_TOKENS, NOT_FINITE, OK, ROW, Choices, Edits, Rows, no_edits
 from kernels.ops import Float32, Ops
 
 _JOB_SEED, _OWN_SEED = 0, 1  # the last word of a Philox counter says what the number is for
@@ -100,7 +99,7 @@ class RowSampler:
         return self.bias_and_mask if self.num_generated < self.params.min_tokens else self.bias
 
     def spec(self, seen_begin: int, edit_begin: int) -> tuple[float, ...]:
-        """The row as a `sampling.ROW`, with its ranges of the edits beginning as given."""
+        """The row as a `choices.ROW`, with its ranges of the edits beginning as given."""
         params, request = self.params, self._request
         own = params.seed is not None
         num_seen = 0 if self.seen is None else len(self.seen.ids)
@@ -126,32 +125,26 @@ class RowSampler:
 
 
 def choose(
-    logits: Float32, rows: Sequence[RowSampler], *, num_tokens: int, ops: Ops | None = None
+    logits: Float32, rows: Sequence[RowSampler], *, num_tokens: int, ops: Ops
 ) -> list[Chosen | RowError]:
     """Choose the next token of each row; the rows themselves stay as they are.
 
-    logits: (num_rows, vocab_size) float32
+    logits: (num_rows, vocab_size) float32, as `ops` made them
     num_tokens: ids from here on are padding
-    ops: spreads the rows over its workers; None works in the calling thread
     Returns, by row, a choice, or the RowError of a row that has none.
     """
     assert len(logits) == len(rows) and num_tokens <= min(logits.shape[1], MAX_TOKENS)
     specs, edits = _batch(rows)
-    choices = sampling.new_choices(len(rows))
-    num_workers = 1 if ops is None else ops.num_workers
-
-    logits = np.require(logits, np.float32, ["C", "W"])  # the one kind the kernel is compiled for
-    bits = logits.view(np.int32)
-
-    def body(worker: int) -> None:
-        scratch = sampling.new_scratch(num_tokens)
-        sampling.choose_rows(logits, bits, specs, edits, scratch, choices, worker, num_workers)
-
-    if ops is None:
-        body(0)
-    else:
-        ops.run(body)
-    return [_outcome(row, i, choices, logits[i, :num_tokens]) for i, row in enumerate(rows)]
+    choices = ops.choose(logits, specs, edits, num_tokens)
+    outcomes: list[Chosen | RowError] = []
+    for i, row in enumerate(rows):
+        if choices.status[i] == OK:
+            outcomes.append(_chosen(row, i, choices, num_tokens))
+        elif choices.status[i] == NOT_FINITE:
+            outcomes.append(_not_finite(row, ops.get(logits[i : i + 1])[0, :num_tokens]))
+        else:
+            outcomes.append(_all_masked(row))
+    return outcomes
 
 
 def ending_token(
@@ -181,48 +174,50 @@ def _edit_arrays(
     return ids, np.array([value for _, value in edits], np.float64)
 
 
-def _batch(rows: Sequence[RowSampler]) -> tuple[np.ndarray, sampling.Edits]:
+def _batch(rows: Sequence[RowSampler]) -> tuple[Rows, Edits]:
     specs, seen_begin, edit_begin = [], 0, 0
-    parts = [sampling.no_edits()]
+    parts = [no_edits()]
     for row in rows:
         specs.append(row.spec(seen_begin, edit_begin))
         edit_ids, edit_values = row.edits
         if row.seen is not None or len(edit_ids):
             seen_ids, counts = (row.seen.ids, row.seen.counts) if row.seen else parts[0][:2]
-            parts.append(sampling.Edits(seen_ids, counts, edit_ids, edit_values))
+            parts.append(Edits(seen_ids, counts, edit_ids, edit_values))
             seen_begin += len(seen_ids)
             edit_begin += len(edit_ids)
-    edits = sampling.Edits(*(np.concatenate(lists) for lists in zip(*parts, strict=True)))
-    return np.array(specs, sampling.ROW), edits
+    edits = Edits(*(np.concatenate(lists) for lists in zip(*parts, strict=True)))
+    return np.array(specs, ROW), edits
 
 
-def _outcome(
-    row: RowSampler, i: int, choices: sampling.Choices, logits: Float32
-) -> Chosen | RowError:
-    status = choices.status[i]
-    if status == sampling.OK:
-        num_top = min(row.params.logprobs or 0, len(logits))
-        return Chosen(int(choices.token_ids[i]), _logprob(row, i, num_top, choices))
-    where = f"at token {row.num_generated} of the output"
-    if status == sampling.NOT_FINITE:
-        bad = np.flatnonzero(~np.isfinite(logits))
-        message = f"{len(bad)} of {len(logits)} logits are not finite {where}, "
-        message += f"first {logits[bad[0]]} for id {bad[0]}; check the model file"
-    else:
-        message = f"logit_bias and min_tokens leave no token to choose {where}"
-    return RowError(
-        "internal_error" if status == sampling.NOT_FINITE else "invalid_parameter", message
-    )
-
-
-def _logprob(
-    row: RowSampler, i: int, num_top: int, choices: sampling.Choices
-) -> TokenLogprob | None:
+def _chosen(row: RowSampler, i: int, choices: Choices, num_tokens: int) -> Chosen:
+    token_id = int(choices.token_ids[i])
     if row.params.logprobs is None:
-        return None
+        return Chosen(token_id)
+    num_top = min(row.params.logprobs, num_tokens)
     ids, logprobs = choices.top_ids[i, :num_top], choices.top_logprobs[i, :num_top]
-    return TokenLogprob(
-        token_id=int(choices.token_ids[i]),
-        logprob=float(choices.logprobs[i]),
-        top=tuple(zip(ids.tolist(), logprobs.tolist(), strict=True)),
+    return Chosen(
+        token_id,
+        TokenLogprob(
+            token_id=token_id,
+            logprob=float(choices.logprobs[i]),
+            top=tuple(zip(ids.tolist(), logprobs.tolist(), strict=True)),
+        ),
     )
+
+
+def _not_finite(row: RowSampler, logits: Float32) -> RowError:
+    bad = np.flatnonzero(~np.isfinite(logits))
+    return RowError(
+        "internal_error",
+        f"{len(bad)} of {len(logits)} logits are not finite {_where(row)}, "
+        f"first {logits[bad[0]]} for id {bad[0]}; check the model file",
+    )
+
+
+def _all_masked(row: RowSampler) -> RowError:
+    message = f"logit_bias and min_tokens leave no token to choose {_where(row)}"
+    return RowError("invalid_parameter", message)
+
+
+def _where(row: RowSampler) -> str:
+    return f"at token {row.num_generated} of the output"

@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kernels.choices import Choices, Edits, Rows
 from kernels.quants import BlockTensor
 
 KvType = Literal["f32", "f16"]
@@ -206,6 +207,14 @@ class Ops(Protocol):
 
     def kv_copy(self, pool: OwnPool, source: int, target: int) -> None:
         """Copy one page over all layers (copy-on-write of a shared page)."""
+
+    def choose(self, logits: Float32, specs: Rows, edits: Edits, num_tokens: int) -> Choices:
+        """The next token of each row of logits, by the rules of `kernels.choices`; not in `run`.
+
+        logits: (num_rows, vocab_size) float32, as the operations made them; left as they are
+        specs: (num_rows,) of ROW
+        num_tokens: ids from here on are padding
+        """
 
     def plan(self, batch: Batch, shape: KvShape, num_heads: int) -> OwnPlan:
         """Split a batch over the workers, once a sweep; passed back as `plan` below."""

@@ -5,19 +5,48 @@ The plain one sorts, sums and divides in float64, in the order documented.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from engine import sampler
 from engine.requests import Request, RowError, SamplingParams
-from engine.sampler import Chosen, RowSampler, choose
+from engine.sampler import Chosen, RowSampler
+from kernels.choices import Choices, Edits, Rows
+from kernels.cpu import sampling
+from kernels.ops import Ops
 
 Float64 = npt.NDArray[np.float64]
 WORD = 0xFFFFFFFF
 NO_EOG: frozenset[int] = frozenset()
+
+
+class Workers:
+    """The CPU's choices without a backend: its workers one after the other, the last one first."""
+
+    def __init__(self, num_workers: int = 1) -> None:
+        self.num_workers = num_workers
+
+    def choose(self, logits: Any, specs: Rows, edits: Edits, num_tokens: int) -> Choices:
+        workers = self.num_workers
+        return sampling.choose(logits, specs, edits, num_tokens, run=self.run, num_workers=workers)
+
+    def run(self, body: Callable[[int], None]) -> None:
+        for worker in reversed(range(self.num_workers)):
+            body(worker)
+
+    def get(self, array: Any) -> Any:
+        return array
+
+
+def choose(
+    logits: Any, rows: Sequence[RowSampler], *, num_tokens: int, ops: Any = None
+) -> list[Chosen | RowError]:
+    """`engine.sampler.choose`, in the calling thread where no backend is given."""
+    return sampler.choose(logits, rows, num_tokens=num_tokens, ops=cast(Ops, ops or Workers()))
 
 
 def row_of(

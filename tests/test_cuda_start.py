@@ -19,6 +19,7 @@ SOURCES = {
     "few.cu",
     "pointwise.cu",
     "product.cu",
+    "sampling.cu",
 }
 
 

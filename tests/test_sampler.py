@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from engine.requests import RowError, SamplingParams
-from engine.sampler import Chosen, RowSampler, choose, ending_token
-from tests.sampler_helpers import choose_all, choose_one, ids_of, row_of
+from engine.sampler import Chosen, RowSampler, ending_token
+from tests.sampler_helpers import choose, choose_all, choose_one, ids_of, row_of
 
 RNG = np.random.default_rng(20_260_103)
 

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.requests import SamplingParams
-from engine.sampler import choose
 from kernels.cpu import CpuOps
 from kernels.cpu.philox import philox4x32
-from kernels.ops import Ops
-from tests.sampler_helpers import choose_all, choose_one, ids_of, row_of
+from tests.sampler_helpers import Workers, choose, choose_all, choose_one, ids_of, row_of
 
 RNG = np.random.default_rng(20_260_102)
-
-
-class ReversedWorkers:
-    """Runs the workers one after the other, the last one first."""
-
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
-
-    def run(self, body: Callable[[int], None]) -> None:
-        for worker in reversed(range(self.num_workers)):
-            body(worker)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +49,8 @@ def test_a_seeded_row_is_the_same_alone_among_neighbours_and_on_any_worker() -> 
     for place in (0, 4, 9):
         rows = [*neighbours[:place], row_of(params, row_index=77), *neighbours[place:]]
         for num_workers in (1, 4):
-            ops = cast(Ops, ReversedWorkers(num_workers))
-            assert ids_of(choose_all(FLAT, rows, ops=ops))[place] == alone
+            chosen = choose_all(FLAT, rows, ops=Workers(num_workers))
+            assert ids_of(chosen)[place] == alone
 
 
 def test_worker_threads_choose_what_one_thread_does() -> None:

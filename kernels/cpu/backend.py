@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.cpu import attention, pointwise, product
+from kernels.choices import Choices, Edits, Rows
+from kernels.cpu import attention, pointwise, product, sampling
 from kernels.cpu.barrier import barrier
 from kernels.cpu.buffers import give_back, zeros
 from kernels.cpu.jit import compile_all
@@ -151,6 +152,10 @@ class CpuOps:
     def kv_copy(self, pool: CpuKvPool, source: int, target: int) -> None:
         pool.keys[:, target] = pool.keys[:, source]
         pool.values[:, target] = pool.values[:, source]
+
+    def choose(self, logits: Float32, specs: Rows, edits: Edits, num_tokens: int) -> Choices:
+        workers = self.num_workers
+        return sampling.choose(logits, specs, edits, num_tokens, run=self.run, num_workers=workers)
 
     def plan(self, batch: Batch, shape: KvShape, num_heads: int) -> SweepPlan:
         length = attention.scratch_len(

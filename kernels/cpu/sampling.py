@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
+from kernels.choices import (
+    ALL_MASKED,
+    NOT_FINITE,
+    OK,
+    ONE_WEIGHT,
+    ROW,
+    Choices,
+    Edits,
+    Rows,
+    new_choices,
+    no_edits,
+)
 from kernels.cpu.jit import F32_MATRIX, I64, inlined, kernel
 from kernels.cpu.philox import HALF, LOW_32, philox4x32, scale_down
 from kernels.cpu.selection import (
     BLOCK,
     HIGHEST,
     LOWEST,
-    ONE_WEIGHT,
     block_maxima,
     cut_of_mass,
     first_at_least,
@@ -24,63 +36,7 @@ from kernels.cpu.selection import (
     trim,
     weigh,
 )
-
-MOST_LOGPROBS = 20
-
-OK, NOT_FINITE, ALL_MASKED = 0, 1, 2
-
-ROW = np.dtype(
-    [
-        ("temperature", np.float64),
-        ("top_p", np.float64),
-        ("min_p", np.float64),
-        ("repetition", np.float64),
-        ("presence", np.float64),
-        ("frequency", np.float64),
-        ("seed", np.uint64),
-        ("row_index", np.int64),
-        ("sample_index", np.int64),
-        ("position", np.int64),
-        ("purpose", np.int64),
-        ("top_k", np.int64),
-        ("num_logprobs", np.int64),
-        ("seen_begin", np.int64),
-        ("seen_end", np.int64),
-        ("edit_begin", np.int64),
-        ("edit_end", np.int64),
-    ]
-)
-
-
-class Edits(NamedTuple):
-    """What rows change in their logits; each row owns a range of both lists.
-
-    seen_ids: (num_seen,) int32 tokens under penalties
-    seen_counts: (num_seen,) int32 occurrences in the output, 0 for tokens of the prompt alone
-    ids: (num_edits,) int32 tokens with a bias or a mask
-    values: (num_edits,) float64 added to the logit; -inf masks the token
-    """
-
-    seen_ids: npt.NDArray[np.int32]
-    seen_counts: npt.NDArray[np.int32]
-    ids: npt.NDArray[np.int32]
-    values: npt.NDArray[np.float64]
-
-
-class Choices(NamedTuple):
-    """Outcome by row.
-
-    token_ids: (num_rows,) int32
-    status: (num_rows,) int32, OK or what is wrong with the row
-    logprobs: (num_rows,) float64 of the chosen token
-    top_ids, top_logprobs: (num_rows, MOST_LOGPROBS), most likely first
-    """
-
-    token_ids: npt.NDArray[np.int32]
-    status: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float64]
-    top_ids: npt.NDArray[np.int32]
-    top_logprobs: npt.NDArray[np.float64]
+from kernels.ops import Float32
 
 
 class Scratch(NamedTuple):
@@ -107,23 +63,6 @@ def new_scratch(num_tokens: int) -> Scratch:
         weights=np.empty(num_tokens, np.int64),
         band=np.empty(num_tokens, np.int64),
         block_max=np.empty(num_blocks, np.float32),
-    )
-
-
-def no_edits() -> Edits:
-    """Edits of rows that change nothing."""
-    none = np.empty(0, np.int32)
-    return Edits(none, none, none, np.empty(0, np.float64))
-
-
-def new_choices(num_rows: int) -> Choices:
-    """Room for the outcome of `num_rows` rows."""
-    return Choices(
-        token_ids=np.empty(num_rows, np.int32),
-        status=np.empty(num_rows, np.int32),
-        logprobs=np.empty(num_rows, np.float64),
-        top_ids=np.empty((num_rows, MOST_LOGPROBS), np.int32),
-        top_logprobs=np.empty((num_rows, MOST_LOGPROBS), np.float64),
     )
 
 
@@ -271,3 +210,28 @@ def choose_rows(
     for i in range(first, logits.shape[0], step):
         row, row_bits = logits[i, :num_tokens], bits[i, :num_tokens]
         choices.status[i] = _choose_row(row, row_bits, specs[i], edits, scratch, choices, i)
+
+
+def choose(
+    logits: Float32,
+    specs: Rows,
+    edits: Edits,
+    num_tokens: int,
+    *,
+    run: Callable[[Callable[[int], None]], None] | None = None,
+    num_workers: int = 1,
+) -> Choices:
+    """See `kernels.ops.Ops.choose`.
+
+    run, num_workers: of the backend whose workers share the rows; None works in the calling thread
+    """
+    choices = new_choices(len(specs))
+    logits = np.require(logits, np.float32, ["C", "W"])  # the one kind the kernel is compiled for
+    bits = logits.view(np.int32)
+
+    def body(worker: int) -> None:
+        scratch = new_scratch(num_tokens)
+        choose_rows(logits, bits, specs, edits, scratch, choices, worker, num_workers)
+
+    body(0) if run is None else run(body)
+    return choices

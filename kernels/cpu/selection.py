@@ -14,13 +14,11 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
+from kernels.choices import ONE_WEIGHT
 from kernels.cpu.jit import inlined
 
 BLOCK = 64  # tokens that share a maximum
-WEIGHT_BITS = 42
-ONE_WEIGHT = 1 << WEIGHT_BITS  # of the most likely token
 PASSES_OVER_ALL = 9  # halve the logarithm of a band of 42 octaves to a twelfth of one
-MAX_TOKENS = 1 << 20  # so many times ONE_WEIGHT stays below 2^63
 
 LOWEST = np.float32(np.finfo(np.float32).min)
 HIGHEST = np.float32(np.finfo(np.float32).max)

@@ -10,14 +10,15 @@ import cupy as cp
 import numpy as np
 import numpy.typing as npt
 
-from kernels.cuda import ProductWay, matrix
+from kernels.choices import Choices, Edits, Rows
+from kernels.cuda import ProductWay, matrix, sampling
 from kernels.cuda.few import FewProducts
-from kernels.cuda.host_tier import HostTier
 from kernels.cuda.matrix import CudaMatrix, DeviceArray
 from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, floats_together, get_kernel
 from kernels.cuda.pinned import device_view, pinned_bytes
 from kernels.cuda.plan import MAX_PARTIALS, SweepPlan, plan_sweep
 from kernels.cuda.product import Products
+from kernels.cuda.scratch import Scratch
 from kernels.ops import (
     PAGE_TOKENS,
     Batch,
@@ -60,9 +61,6 @@ class CudaOps:
     products: "tiles" of any number of tokens, inputs rounded to halves (`kernels.cuda.product`), or
         "few": all sweeps in groups of eight tokens (`kernels.cuda.few`); bytes differ between them
     library: whether tiles may use the vendor's library
-    host_share: share of the quantised weights' bytes that stays in pinned host memory, spread
-        evenly over them, and is copied to the device ahead of each use
-    ahead_nbytes: how much of it is copied ahead
     """
 
     name = "cuda"
@@ -76,19 +74,13 @@ class CudaOps:
         *,
         products: ProductWay = "tiles",
         library: bool = True,
-        host_share: float = 0.0,
-        ahead_nbytes: int = 1 << 30,
     ) -> None:
-        if not 0 <= host_share <= 1:
-            raise KernelError(f"host_share is {host_share}; give a share from 0 to 1")
         check_device(device)
         self._device = cp.cuda.Device(device)
         self._device.use()
         self.products: Products | FewProducts
         self.products = FewProducts() if products == "few" else Products(library=library)
-        self.host_tier = HostTier(ahead_nbytes)
-        self._host_share = host_share
-        self._weights_nbytes = 0
+        self._scratch = Scratch()
         self._partials: tuple[DeviceArray, DeviceArray] | None = None
 
     @property
@@ -113,11 +105,12 @@ class CudaOps:
         self._device.synchronize()
 
     def scratch_nbytes(self, shapes: Sequence[tuple[int, int]], num_tokens: int) -> int:
-        return self.products.scratch_nbytes(shapes, num_tokens) + MAX_PARTIALS_NBYTES
+        others = MAX_PARTIALS_NBYTES + sampling.ROOM_NBYTES
+        return self.products.scratch_nbytes(shapes, num_tokens) + others
 
     def close(self) -> None:
-        self.host_tier.close()
         self.products.close()
+        self._scratch.clear()
         self._partials = None
 
     def run(self, body: Callable[[int], None]) -> None:
@@ -125,14 +118,7 @@ class CudaOps:
             body(0)
 
     def pack(self, tensors: Sequence[BlockTensor], *, expand: bool) -> CudaMatrix:
-        nbytes = sum(tensor.data.nbytes for tensor in tensors)
-        if expand:
-            return matrix.pack(tensors, expand=True)
-        self._weights_nbytes += nbytes
-        share = self._host_share * self._weights_nbytes
-        if self.host_tier.nbytes + nbytes / 2 < share:
-            return self.host_tier.hold(tensors)
-        return matrix.pack(tensors, expand=False)
+        return matrix.pack(tensors, expand=expand)
 
     def empty(self, num_rows: int, width: int) -> Float32:
         buffer: Float32 = cp.empty((num_rows, width), np.float32)
@@ -173,6 +159,9 @@ class CudaOps:
     def kv_copy(self, pool: CudaKvPool, source: int, target: int) -> None:
         pool.keys[:, target] = pool.keys[:, source]
         pool.values[:, target] = pool.values[:, source]
+
+    def choose(self, logits: Float32, specs: Rows, edits: Edits, num_tokens: int) -> Choices:
+        return sampling.choose(cp.asarray(logits), specs, edits, num_tokens, self._scratch)
 
     def plan(self, batch: Batch, shape: KvShape, num_heads: int) -> SweepPlan:
         return plan_sweep(batch, shape, num_heads)
@@ -223,14 +212,7 @@ class CudaOps:
     ) -> None:
         assert x.shape[1] == weight.num_inputs, (x.shape, weight.num_inputs)
         assert out.shape == (len(x), weight.num_outputs), (out.shape, len(x), weight.num_outputs)
-        if weight not in self.host_tier:
-            self.products.matmul(x, weight, out, bias, accumulate)
-            return
-        on_device = self.host_tier.acquire(weight)
-        try:
-            self.products.matmul(x, on_device, out, bias, accumulate)
-        finally:
-            self.host_tier.release()
+        self.products.matmul(x, weight, out, bias, accumulate)
 
     def rope_store(
         self,

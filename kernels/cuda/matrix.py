@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,27 +53,19 @@ def pack(tensors: Sequence[BlockTensor], *, expand: bool) -> CudaMatrix:
 
     Raises UnsupportedTypeError, KernelError.
     """
-    matrix = pack_parts(tensors, lambda _, data: cp.asarray(data))
+    num_inputs = tensors[0].num_inputs
+    parts, first_output = [], 0
+    for tensor in tensors:
+        _check_tensor(tensor, num_inputs)
+        blocks = cp.ascontiguousarray(cp.asarray(tensor.data))
+        parts.append(CudaPart(tensor.type.name, first_output, tensor.num_outputs, blocks))
+        first_output += tensor.num_outputs
+    matrix = CudaMatrix(first_output, num_inputs, tuple(parts), None)
     if not expand:
         return matrix
     halves = cp.empty((matrix.num_outputs, matrix.num_inputs), cp.float16)
     dequantize(matrix, 0, halves)
     return replace(matrix, halves=halves)
-
-
-def pack_parts(
-    tensors: Sequence[BlockTensor], place: Callable[[int, np.ndarray], DeviceArray]
-) -> CudaMatrix:
-    """A matrix of checked tensors; `place` puts the bytes of each where the kernels read them."""
-    num_inputs = tensors[0].num_inputs
-    parts, first_output = [], 0
-    for index, tensor in enumerate(tensors):
-        _check_tensor(tensor, num_inputs)
-        data = tensor.data
-        blocks = place(index, data if data.flags.c_contiguous else data.copy())
-        parts.append(CudaPart(tensor.type.name, first_output, tensor.num_outputs, blocks))
-        first_output += tensor.num_outputs
-    return CudaMatrix(first_output, num_inputs, tuple(parts), None)
 
 
 def dequantize(weight: CudaMatrix, begin: int, halves: DeviceArray) -> None:

@@ -1,0 +1,456 @@
+// Next tokens: one block of 1,024 threads per row of logits. The rules and every rounding are those of
+// kernels/cpu/sampling.py and selection.py. Probabilities are integers there, whose sums are the same
+// in any order, and cuts are numbers that one value alone fulfils: so the choices are the same too.
+
+using u64 = unsigned long long;
+
+constexpr int kThreads = 1024, kWarps = kThreads / kWarp;
+constexpr int kCuts = 7;  // a step of a search divides its range by 8
+constexpr int kMostLogprobs = 20;
+constexpr i64 kOneWeight = i64(1) << 42;  // of the most likely token
+constexpr float kHighest = 3.4028234663852886e38f;
+constexpr int kOk = 0, kNotFinite = 1, kAllMasked = 2;
+
+struct Spec {  // kernels/choices.py, ROW
+  double temperature, top_p, min_p, repetition, presence, frequency;
+  u64 seed;
+  i64 row_index, sample_index, position, purpose, top_k, num_logprobs;
+  i64 seen_begin, seen_end, edit_begin, edit_end;
+};
+
+struct Edits {
+  const int *seen_ids, *seen_counts, *ids;
+  const double* values;
+  const int* waves;  // times that a row's list had the id before
+  int num_waves;
+  float* originals;  // of the seen tokens, then of the others
+  int num_seen;
+};
+
+// What of a row goes back to the host, which turns it into log-probabilities.
+struct Outcome {
+  i64 total;  // of the weights of all logits, in units of 2**-42
+  float high, logit;
+  int token, status;
+};
+
+// Consecutive items of one warp, so that warps in order are items in order.
+struct Range {
+  int begin, end;
+  __device__ __forceinline__ explicit Range(int count) {
+    const int span = (count + kThreads - 1) / kThreads * kWarp;
+    begin = min(int(threadIdx.x) / kWarp * span, count);
+    end = min(begin + span, count);
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ T warp_total(T value) {
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+  return value;
+}
+
+// Sums over the block, for every thread.
+template <typename T, int kCount>
+__device__ void block_totals(T (&values)[kCount]) {
+  __shared__ T sums[kWarps][kCount];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  __syncthreads();  // the sums of an earlier call have been read
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const T total = warp_total(values[i]);
+    if (lane == 0) sums[warp][i] = total;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = warp_total(sums[lane][i]);
+}
+
+__device__ __forceinline__ int block_most(int value) {
+  __shared__ int mosts[kWarps];
+  __syncthreads();
+  value = __reduce_max_sync(~0u, value);
+  if (threadIdx.x % kWarp == 0) mosts[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  return __reduce_max_sync(~0u, mosts[threadIdx.x % kWarp]);
+}
+
+// The bits of a float as an int that orders like it, and back again; both zeros are one.
+__device__ __forceinline__ int key_of(float value) {
+  const int bits = __float_as_int(value == 0.0f ? 0.0f : value);
+  return bits ^ (bits >> 31 & 0x7fffffff);
+}
+
+__device__ __forceinline__ float value_of(int key) {
+  return __int_as_float(key ^ (key >> 31 & 0x7fffffff));
+}
+
+// ---- weights -------------------------------------------------------------------------------
+
+// exp(x) in units of 2**-42 for x <= 0, as selection.py computes it
+__device__ __forceinline__ i64 weight_of(double x) {
+  constexpr double kRound = 6755399441055744.0, kMantissa = 4503599627370496.0;
+  constexpr i64 kMantissaBits = (i64(1) << 52) - 1;
+  x = x < -40.0 ? -40.0 : x;
+  const double k = __dsub_rn(__fma_rn(x, 1.4426950408889634, kRound), kRound);
+  const double r =
+      __fma_rn(-k, 1.90821492927058770002e-10, __fma_rn(-k, 6.93147180369123816490e-01, x));
+  double p = __fma_rn(1.0 / 39916800.0, r, 1.0 / 3628800.0);
+  p = __fma_rn(p, r, 1.0 / 362880.0);
+  p = __fma_rn(p, r, 1.0 / 40320.0);
+  p = __fma_rn(p, r, 1.0 / 5040.0);
+  p = __fma_rn(p, r, 1.0 / 720.0);
+  p = __fma_rn(p, r, 1.0 / 120.0);
+  p = __fma_rn(p, r, 1.0 / 24.0);
+  p = __fma_rn(p, r, 1.0 / 6.0);
+  p = __fma_rn(p, r, 0.5);
+  p = __fma_rn(p, r, 1.0);
+  p = __fma_rn(p, r, 1.0);
+  const i64 fixed = __double_as_longlong(__fma_rn(p, double(kOneWeight), kMantissa)) & kMantissaBits;
+  return i64(u64(fixed) >> (__double_as_longlong(__dsub_rn(kMantissa, k)) & kMantissaBits));
+}
+
+struct Weights {  // stored: room for them where they are looked at many times, or null
+  const float* values;
+  int count;
+  double high, scale;
+  i64* stored;
+  __device__ __forceinline__ i64 fresh(int i) const {
+    return weight_of(__dmul_rn(__dsub_rn(double(values[i]), high), scale));
+  }
+  __device__ __forceinline__ i64 operator[](int i) const { return stored ? stored[i] : fresh(i); }
+};
+
+// Their sum; they are stored where there is room.
+__device__ i64 weigh(const Weights& weights) {
+  i64 total[1] = {0};
+  for (int i = threadIdx.x; i < weights.count; i += kThreads) {
+    const i64 weight = weights.fresh(i);
+    if (weights.stored) weights.stored[i] = weight;
+    total[0] += weight;
+  }
+  block_totals(total);  // its barriers also order the stores before what reads them
+  return total[0];
+}
+
+// ---- searches ------------------------------------------------------------------------------
+
+struct ByValue {  // items are values, each counts as one
+  using Mass = int;
+  const float* values;
+  __device__ __forceinline__ void load(int i, i64& key, Mass& mass) const {
+    key = key_of(values[i]);
+    mass = 1;
+  }
+};
+
+struct ByWeight {  // items are weights
+  using Mass = i64;
+  const i64* weights;
+  __device__ __forceinline__ void load(int i, i64& key, Mass& mass) const {
+    key = mass = weights[i];
+  }
+};
+
+// The largest key in [low, above) from which on the items have at least the mass `target`, which
+// those from `low` on have. mass_above: of the items with larger keys; none are at `above`.
+template <typename Items>
+__device__ i64 search(const Items& items, int count, i64 low, i64 above,
+                      typename Items::Mass target, typename Items::Mass& mass_above) {
+  using Mass = typename Items::Mass;
+  mass_above = 0;
+  while (above - low > 1) {
+    i64 cuts[kCuts];
+    Mass masses[kCuts] = {};
+#pragma unroll
+    for (int j = 0; j < kCuts; ++j) {
+      cuts[j] = low + ((above - low) * (j + 1) + kCuts) / (kCuts + 1);
+    }
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      i64 key;
+      Mass mass;
+      items.load(i, key, mass);
+#pragma unroll
+      for (int j = 0; j < kCuts; ++j) masses[j] += key >= cuts[j] ? mass : 0;
+    }
+    block_totals(masses);
+    i64 next_low = low, next_above = above;
+#pragma unroll
+    for (int j = 0; j < kCuts; ++j) {
+      if (masses[j] >= target) next_low = cuts[j];
+    }
+#pragma unroll
+    for (int j = kCuts - 1; j >= 0; --j) {
+      if (masses[j] < target && cuts[j] < above) {
+        next_above = cuts[j];
+        mass_above = masses[j];
+      }
+    }
+    low = next_low;
+    above = next_above;
+  }
+  return low;
+}
+
+// For every warp, the sum of what the warps before it have; `total`: of all.
+template <typename T>
+__device__ T before_warp(T own, T& total) {
+  __shared__ T sums[kWarps];
+  const int warp = threadIdx.x / kWarp;
+  __syncthreads();
+  if (threadIdx.x % kWarp == 0) sums[warp] = own;
+  __syncthreads();
+  T before = 0;
+  total = 0;
+  for (int other = 0; other < kWarps; ++other) {
+    if (other == warp) before = total;
+    total += sums[other];
+  }
+  return before;
+}
+
+// The k largest of a row, equal ones lowest position first, in order of position; k <= count.
+__device__ void keep_top(const float* row, int count, int k, float high, float* values, int* ids) {
+  int num_above;
+  const i64 lowest = key_of(-kHighest), above = i64(key_of(high)) + 1;
+  const float floor = value_of(int(search(ByValue{row}, count, lowest, above, k, num_above)));
+  const int num_equal_kept = k - num_above;
+  const Range range(count);
+  const int lane = threadIdx.x % kWarp;
+  int greater = 0, equal = 0, num_greater, num_equal;
+  for (int i = range.begin + lane; i < range.end; i += kWarp) {
+    greater += row[i] > floor;
+    equal += row[i] == floor;
+  }
+  const int greater_before = before_warp(warp_total(greater), num_greater);
+  int equal_before = before_warp(warp_total(equal), num_equal);
+  int kept = greater_before + min(equal_before, num_equal_kept);
+  const u32 lower = (1u << lane) - 1;
+  for (int base = range.begin; base < range.end; base += kWarp) {
+    const int i = base + lane;
+    const float value = i < range.end ? row[i] : -kInfinity;
+    const u32 equals = __ballot_sync(~0u, value == floor);
+    const bool keeps = value > floor || (value == floor &&
+                       equal_before + __popc(equals & lower) < num_equal_kept);
+    const u32 keepers = __ballot_sync(~0u, keeps);
+    if (keeps) {
+      values[kept + __popc(keepers & lower)] = value;
+      ids[kept + __popc(keepers & lower)] = i;
+    }
+    kept += __popc(keepers);
+    equal_before += __popc(equals);
+  }
+  __syncthreads();
+}
+
+// ---- a row ---------------------------------------------------------------------------------
+
+// The largest of a row, and whether all are finite.
+__device__ float most_of(const float* row, int count, bool& finite) {
+  int key = int(0x80000000), magnitude = 0;
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    key = max(key, key_of(row[i]));
+    magnitude = max(magnitude, __float_as_int(row[i]) & 0x7fffffff);
+  }
+  key = block_most(key);
+  finite = block_most(magnitude) < 0x7f800000;
+  return value_of(key);
+}
+
+__device__ __forceinline__ float clamped(double value) {
+  const double low = -double(kHighest), high = double(kHighest);
+  return __double2float_rn(value < low ? low : value > high ? high : value);
+}
+
+// Penalties, then biases and masks: float64, rounded to float32 after each.
+__device__ void edit(float* row, const Spec& spec, const Edits& edits) {
+  for (i64 i = spec.seen_begin + threadIdx.x; i < spec.seen_end; i += kThreads) {
+    const int token = edits.seen_ids[i], times = edits.seen_counts[i];
+    edits.originals[i] = row[token];
+    double value = double(row[token]);
+    value = value > 0.0 ? __ddiv_rn(value, spec.repetition) : __dmul_rn(value, spec.repetition);
+    const double counted = __dmul_rn(spec.frequency, double(times));
+    value = __dsub_rn(value, __dadd_rn(counted, times > 0 ? spec.presence : 0.0));
+    row[token] = clamped(value);
+  }
+  for (int wave = 0; wave < edits.num_waves; ++wave) {
+    __syncthreads();
+    for (i64 i = spec.edit_begin + threadIdx.x; i < spec.edit_end; i += kThreads) {
+      if (edits.waves[i] != wave) continue;
+      const int token = edits.ids[i];
+      edits.originals[edits.num_seen + i] = row[token];
+      row[token] = clamped(__dadd_rn(double(row[token]), edits.values[i]));
+    }
+  }
+  __syncthreads();
+}
+
+__device__ void undo(float* row, const Spec& spec, const Edits& edits) {
+  for (int wave = edits.num_waves - 1; wave >= 0; --wave) {
+    __syncthreads();
+    for (i64 i = spec.edit_begin + threadIdx.x; i < spec.edit_end; i += kThreads) {
+      if (edits.waves[i] == wave) row[edits.ids[i]] = edits.originals[edits.num_seen + i];
+    }
+  }
+  __syncthreads();
+  for (i64 i = spec.seen_begin + threadIdx.x; i < spec.seen_end; i += kThreads) {
+    row[edits.seen_ids[i]] = edits.originals[i];
+  }
+  __syncthreads();
+}
+
+// Lowest position of a value >= floor; there is one.
+__device__ int first_at_least(const float* row, int count, float floor) {
+  int first = 0x7fffffff;
+  for (int i = threadIdx.x; i < count && first == 0x7fffffff; i += kThreads) {
+    if (row[i] >= floor) first = i;
+  }
+  return -block_most(-first);
+}
+
+// The row's own random integer in [0, total): Philox4x32-10, scaled by a wide product.
+__device__ i64 uniform_below(i64 total, const Spec& spec) {
+  const u64 index = u64(spec.row_index);
+  u32 c0 = u32(index), c1 = u32(spec.sample_index), c2 = u32(spec.position);
+  u32 c3 = u32(index >> 32 << 8) | u32(spec.purpose);
+  u32 k0 = u32(spec.seed), k1 = u32(spec.seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const u64 a = u64(0xD2511F53u) * c0, b = u64(0xCD9E8D57u) * c2;
+    c0 = u32(b >> 32) ^ c1 ^ k0;
+    c1 = u32(b);
+    c2 = u32(a >> 32) ^ c3 ^ k1;
+    c3 = u32(a);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return i64(__umul64hi(u64(c1) << 32 | c0, u64(total)));
+}
+
+// What top_p and min_p keep: weights above `floor`, and the first `num_equal` equal ones.
+struct Cut {
+  i64 floor, num_equal;
+};
+
+__device__ Cut cut_of(const Weights& weights, i64 total, const Spec& spec) {
+  Cut cut = {0, weights.count};
+  if (spec.top_p < 1.0) {
+    const i64 wanted = i64(ceil(__dmul_rn(spec.top_p, double(total))));
+    const i64 target = min(max(wanted, i64(1)), total);
+    i64 above;
+    const ByWeight items{weights.stored};
+    cut.floor = search(items, weights.count, i64(1), kOneWeight + 1, target, above);
+    cut.num_equal = (target - above + cut.floor - 1) / cut.floor;
+  }
+  const i64 least = i64(ceil(__dmul_rn(spec.min_p, double(kOneWeight))));
+  if (least > cut.floor) cut = {least, weights.count};
+  return cut;
+}
+
+// The position whose weight covers the row's random number, of those that are kept in order.
+__device__ int draw_position(const Weights& weights, const Cut& cut, const Spec& spec) {
+  __shared__ int found;
+  const Range range(weights.count);
+  const int lane = threadIdx.x % kWarp;
+  i64 greater = 0, equal = 0, num_equal, total;
+  for (int i = range.begin + lane; i < range.end; i += kWarp) {
+    const i64 weight = weights[i];
+    greater += weight > cut.floor ? weight : 0;
+    equal += weight == cut.floor;
+  }
+  equal = warp_total(equal);
+  i64 equal_before = before_warp(equal, num_equal);
+  const i64 num_kept = min(max(cut.num_equal - equal_before, i64(0)), equal);
+  const i64 own = warp_total(greater) + num_kept * cut.floor;
+  const i64 before = before_warp(own, total);
+  i64 rest = uniform_below(total, spec) - before;
+  const bool is_here = rest >= 0 && rest < own;
+  for (int base = range.begin; base < range.end && is_here; base += kWarp) {
+    const int i = base + lane;
+    const i64 weight = i < range.end ? weights[i] : -1;
+    const u32 equals = __ballot_sync(~0u, weight == cut.floor);
+    const bool keeps = weight > cut.floor ||
+                       (weight == cut.floor &&
+                        equal_before + __popc(equals & ((1u << lane) - 1)) < cut.num_equal);
+    i64 sum = keeps ? weight : 0;
+    for (int step = 1; step < kWarp; step *= 2) {
+      const i64 other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
+    }
+    const u32 covers = __ballot_sync(~0u, sum > rest);
+    if (covers) {
+      if (lane == 0) found = base + __ffs(covers) - 1;
+      break;
+    }
+    rest -= __shfl_sync(~0u, sum, kWarp - 1);
+    equal_before += __popc(equals);
+  }
+  __syncthreads();
+  return found;
+}
+
+// Room of a row: for what top_k keeps, and for weights that are searched; null where not needed.
+struct Room {
+  float* values;
+  int* ids;
+  i64* weights;
+};
+
+__device__ int draw(const float* row, int count, float high, const Spec& spec, const Room& room) {
+  const bool gathered = 0 < spec.top_k && spec.top_k < count;
+  const double inverse = __ddiv_rn(1.0, spec.temperature);
+  Weights weights{row, count, double(high), inverse < 1e300 ? inverse : 1e300, room.weights};
+  if (gathered) {
+    weights.count = int(spec.top_k);
+    weights.values = room.values;
+    keep_top(row, count, weights.count, high, room.values, room.ids);
+  }
+  Cut cut = {0, count};
+  if (room.weights) cut = cut_of(weights, weigh(weights), spec);
+  const int position = draw_position(weights, cut, spec);
+  return gathered ? room.ids[position] : position;
+}
+
+// outcomes[i], and of rows with log-probabilities the 20 most likely at most, in order of id. Rows
+// are edited in place, and put back. rooms: (num_rows, 2), where the row's values and ids, and its
+// weights, begin in `values` and `ids`, and in `weights`; -1 where it needs none.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    choose_rows(int num_tokens, i64 stride, float* logits, const Spec* __restrict__ specs,
+                const int* seen_ids, const int* seen_counts,
+                const int* edit_ids, const double* edit_values, const int* waves, int num_waves,
+                float* originals, int num_seen, const i64* __restrict__ rooms, float* values,
+                int* ids, i64* weights, Outcome* __restrict__ outcomes, int* top_ids,
+                float* top_values) {
+  const Edits edits{seen_ids, seen_counts, edit_ids, edit_values, waves,
+                    num_waves, originals,  num_seen};
+  const Spec spec = specs[blockIdx.x];
+  float* row = logits + blockIdx.x * stride;
+  const i64 gathered_at = rooms[2 * blockIdx.x], weights_at = rooms[2 * blockIdx.x + 1];
+  const Room room{values + gathered_at, ids + gathered_at,
+                  weights_at < 0 ? nullptr : weights + weights_at};
+  Outcome outcome = {};
+  bool finite;
+  outcome.high = most_of(row, num_tokens, finite);
+  outcome.status = finite ? kOk : kNotFinite;
+  if (finite && spec.num_logprobs >= 0) {
+    outcome.total = weigh(Weights{row, num_tokens, double(outcome.high), 1.0, nullptr});
+  }
+  if (finite && spec.num_logprobs > 0) {
+    const int at = blockIdx.x * kMostLogprobs;
+    keep_top(row, num_tokens, min(int(spec.num_logprobs), num_tokens), outcome.high,
+             top_values + at, top_ids + at);
+  }
+  if (finite) {
+    const bool edited = spec.seen_begin < spec.seen_end || spec.edit_begin < spec.edit_end;
+    float high = outcome.high;
+    if (edited) {
+      edit(row, spec, edits);
+      high = most_of(row, num_tokens, finite);
+    }
+    if (high == -kHighest) outcome.status = kAllMasked;
+    else if (spec.temperature == 0.0) outcome.token = first_at_least(row, num_tokens, high);
+    else outcome.token = draw(row, num_tokens, high, spec, room);
+    if (edited) undo(row, spec, edits);
+    outcome.logit = row[outcome.token];
+  }
+  if (threadIdx.x == 0) outcomes[blockIdx.x] = outcome;
+}
