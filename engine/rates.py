@@ -27,7 +27,7 @@ from engine.little_model import (
 from engine.model import Model, kv_shape
 from engine.requests import Request, SamplingParams
 from engine.sampler import RowSampler, choose
-from kernels.ops import PAGE_TOKENS, Batch, KvType, Ops
+from kernels.ops import PAGE_TOKENS, Batch, HeadParams, KvType, Ops
 from nvme.probe import choose_transfer, measure_disk
 
 _REPEATS = 3
@@ -94,7 +94,7 @@ def probe_rates(
     models = {kind: _LittleModel(ops, hparams, kind, head_type, kv_type, effort) for kind in kinds}
     little = models[kinds[0]]
     layer_s = {kind: model.layer_s() for kind, model in models.items()}
-    decode_position_s, prefill_position_s = little.position_s(layer_s[kinds[0]])
+    decode_position_s, prefill_position_s = little.position_s()
     head_s, choice_s = little.head_s(), _choice_s(ops, hparams.vocab_size)
     del models, little  # a device's memory is free again before its link is measured
     return Rates(
@@ -158,11 +158,11 @@ class _LittleModel:
         points = ((n, self._sweep_s(self._decoding(n, 0)) / values) for n in self._effort.tokens)
         return _rising(points)
 
-    def position_s(self, layer_s: Curve) -> tuple[float, float]:
+    def position_s(self) -> tuple[float, float]:
         """Seconds per layer and position, of single tokens and of a piece of a prompt."""
         effort = self._effort
         single, piece = self._decoding(effort.rows, effort.context - 1), self._piece()
-        return self._per_position(single, layer_s), self._per_position(piece, layer_s)
+        return self._attention_s(single), self._attention_s(piece)
 
     def head_s(self) -> Curve:
         """Seconds per weight of the head, by rows."""
@@ -185,12 +185,26 @@ class _LittleModel:
         values = hparams.vocab_size * hparams.hidden
         return _rising((n, seconds(n) / values) for n in self._effort.outputs)
 
-    def _per_position(self, batch: Batch, layer_s: Curve) -> float:
-        values = self._hparams.num_layers * layer_values(self._hparams)
-        alone_s = layer_s.at(batch.num_tokens) * values
-        more_s = max(0.0, self._sweep_s(batch) - alone_s)
-        positions = int(batch.positions.sum()) * self._hparams.num_layers
-        return more_s / positions * self._of.num_heads / self._hparams.num_heads
+    def _attention_s(self, batch: Batch) -> float:
+        ops, h = self._ops, self._hparams
+        head = HeadParams(
+            num_heads=h.num_heads,
+            num_kv_heads=h.num_kv_heads,
+            key_length=h.key_length,
+            value_length=h.value_length,
+            norm_eps=h.norm_eps,
+        )
+        q = ops.put(random_floats((batch.num_tokens, h.num_heads * h.key_length)))
+        out = ops.empty(batch.num_tokens, h.num_heads * h.value_length)
+        plan = ops.plan(batch, kv_shape(h), h.num_heads)
+
+        def body(worker: int) -> None:
+            for layer in range(h.num_layers):
+                ops.attention(worker, plan, q, head, batch, self._pool, layer, out)
+
+        positions = int(batch.positions.sum()) + batch.num_tokens
+        layer_s = _median_s(ops, lambda: ops.run(body)) / h.num_layers
+        return layer_s / positions * self._of.num_heads / h.num_heads
 
     def _sweep_s(self, batch: Batch) -> float:
         return _median_s(self._ops, lambda: self._model.forward(batch, self._pool))

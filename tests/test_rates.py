@@ -134,7 +134,7 @@ def test_a_probe_measures_all_that_a_sweep_is_made_of(
     assert rates.values_per_s["F16"] == 1 / rates.layer_s["F16"].points[0][1]
     assert rates.head_s is not None and rates.head_s.points[0][1] > 0
     assert rates.choice_s > 0
-    assert rates.decode_position_s >= 0 and rates.prefill_position_s >= 0
+    assert rates.decode_position_s > 0 and rates.prefill_position_s > 0
     assert (rates.link_nbytes_per_s, rates.tile_tokens) == (None, 1)
 
 
