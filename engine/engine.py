@@ -21,7 +21,7 @@ from engine.kv_cache import KvCache, pages_for
 from engine.loading import load_model, model_sizes
 from engine.model import kv_shape
 from engine.params import validate_params
-from engine.planner import Plan, Planner, Rates, Workload
+from engine.planner import Budget, Plan, Planner, Rates, Workload
 from engine.requests import EngineConfig, FinishedRow, Request, RowError
 from engine.rows import ActiveRow, failed_row
 from engine.sampler import choose
@@ -164,7 +164,7 @@ class Engine:
             self.hparams,
             self.config,
             self._sizes,
-            free_nbytes=0,
+            budget=Budget(device_nbytes=0),
             rates=self.rates,
             workload=workload,
         )
@@ -325,7 +325,7 @@ class Engine:
             self._page_table[chunk.slot, : len(kv.pages)] = kv.pages
         pool = self._cache.pool
         assert pool is not None
-        logits = self._ops.get(self._forward(self._batch(chunks), pool))
+        logits = self._forward(self._batch(chunks), pool)
         rows = [self._running[chunk.slot] for chunk in chunks if chunk.wants_logits]
         chosen = choose(
             logits,
