@@ -69,7 +69,8 @@ class Model:
         self._ensure_positions(int(batch.positions.max()) + 1)
         plan = self.ops.plan(batch, kv_shape(self.hparams), self.hparams.num_heads)
         logits = self.buffers.logits[: len(batch.logit_indices)]
-        self.ops.run(lambda worker: self._sweep(worker, plan, batch, pool, logits))
+        key = None if self.stream else (id(self), id(pool), len(logits), len(self._rope.cos))
+        self.ops.run_sweep(plan, key, lambda worker: self._sweep(worker, plan, batch, pool, logits))
         if self.stream is not None:
             self.stream.advance()
         return logits

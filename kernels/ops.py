@@ -17,7 +17,7 @@ that row alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -165,6 +165,13 @@ class Ops(Protocol):
 
     def run(self, body: Callable[[int], None]) -> None:
         """Call `body(worker)` on every worker and wait; re-raises the first exception."""
+
+    def run_sweep(self, plan: OwnPlan, key: Hashable, body: Callable[[int], None]) -> None:
+        """As `run`, for a whole sweep by a plan.
+
+        key: what the calls of the body depend on beside the plan, so that a backend may record
+            them and replay them for the next sweep of equal key; None where they always differ
+        """
 
     def pack(self, tensors: Sequence[BlockTensor], *, expand: bool) -> PackedMatrix:
         """Stack matrices of equal num_inputs along their outputs into one packed weight.

@@ -227,6 +227,24 @@ class FailingReader:
             raise ReadError("planted")
 
 
+def test_small_sweeps_are_replayed_and_give_the_same_bytes(ops: Any) -> None:
+    """A row alone, whose sweeps are recorded; the same among others, too many to be recorded."""
+    rng = np.random.default_rng(8)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2)
+    requests = [
+        Request(row_index=i, token_ids=rng.integers(3, 500, 240).astype(np.int32), params=params)
+        for i in range(24)
+    ]
+    with open_engine(ops, "llama-q4_k_m") as engine:
+        before = ops.recordings.num_replayed
+        together = run_rows(engine, requests)
+        assert ops.recordings.num_replayed == before
+        for request in requests[:3]:
+            alone = run_rows(engine, [request])
+            assert alone[request.row_index] == together[request.row_index]
+        assert ops.recordings.num_replayed - before > 90
+
+
 def test_device_memory_does_not_grow_with_rows_of_changing_length(ops: Any) -> None:
     """Case 107: rows of 10 and of 300 tokens, in turn, after one of each."""
     params = SamplingParams(max_tokens=3, ignore_eos=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from kernels.cpu.barrier import barrier
 from kernels.cpu.buffers import give_back, zeros
 from kernels.cpu.jit import compile_all
 from kernels.cpu.matrix import CpuMatrix, quantised_matrix, round_up
+from kernels.cpu.pages import DEFAULT_KV_TYPE, page_nbytes
 from kernels.cpu.plan import SweepPlan, plan_sweep, token_range
 from kernels.cpu.vector import PANEL
 from kernels.cpu.workers import Team, TeamBroken, default_num_threads
@@ -60,7 +61,7 @@ class CpuOps:
     """
 
     name = "cpu"
-    default_kv_type: KvType = "f32"
+    default_kv_type = DEFAULT_KV_TYPE
     frees_pages = True
 
     def __init__(self, num_threads: int | None = None) -> None:
@@ -81,6 +82,9 @@ class CpuOps:
 
     def run(self, body: Callable[[int], None]) -> None:
         self._team.run(body)
+
+    def run_sweep(self, plan: SweepPlan, key: Hashable, body: Callable[[int], None]) -> None:
+        self.run(body)
 
     def pack(self, tensors: Sequence[BlockTensor], *, expand: bool) -> CpuMatrix:
         quantised = quantised_matrix(tensors)
@@ -128,9 +132,7 @@ class CpuOps:
         return array
 
     def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
-        per_token = shape.key_length + round_up(shape.value_length, PANEL)
-        values = shape.num_layers * shape.num_kv_heads * PAGE_TOKENS * per_token
-        return values * _KV_DTYPES[kv_type].itemsize
+        return page_nbytes(shape, kv_type)
 
     def kv_pool(self, shape: KvShape, *, num_pages: int, kv_type: KvType) -> CpuKvPool:
         outer = (shape.num_layers, num_pages, shape.num_kv_heads)

@@ -363,6 +363,7 @@ extern "C" __global__ void merge_partials(int num_heads, int num_kv_heads, int v
                                           const float2* __restrict__ partial_stats,
                                           float* __restrict__ out) {
   const int4 row = merges[blockIdx.x];
+  if (row.w == 0) return;  // a row that only fills the table
   const int kv_head = blockIdx.y, group = num_heads / num_kv_heads;
   const i64 first = row.z + i64(kv_head) * row.w;
   const i64 head = i64(row.x) * num_heads + kv_head * group + row.y;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,9 @@ from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, floats_together, 
 from kernels.cuda.pinned import device_view, pinned_bytes
 from kernels.cuda.plan import MAX_PARTIALS, SweepPlan, plan_sweep
 from kernels.cuda.product import Products
+from kernels.cuda.recordings import Recordings
 from kernels.cuda.scratch import Scratch
+from kernels.cuda.uploads import Uploads
 from kernels.ops import (
     PAGE_TOKENS,
     Batch,
@@ -81,7 +83,8 @@ class CudaOps:
         self.products: Products | FewProducts
         self.products = FewProducts() if products == "few" else Products(library=library)
         self._scratch = Scratch()
-        self._partials: tuple[DeviceArray, DeviceArray] | None = None
+        self._plan_uploads, self._choice_uploads = Uploads(), Uploads()
+        self.recordings = Recordings()
 
     @property
     def device_name(self) -> str:
@@ -109,13 +112,21 @@ class CudaOps:
         return self.products.scratch_nbytes(shapes, num_tokens) + others
 
     def close(self) -> None:
+        self.recordings.clear()
         self.products.close()
         self._scratch.clear()
-        self._partials = None
 
     def run(self, body: Callable[[int], None]) -> None:
         with self._device:
             body(0)
+
+    def run_sweep(self, plan: SweepPlan, key: Hashable, body: Callable[[int], None]) -> None:
+        if key is None or plan.key is None:
+            self.run(body)
+            return
+        moves = (self._scratch.num_moves, self.products.num_moves)
+        with self._device:
+            self.recordings.run((key, plan.key, moves), lambda: body(0))
 
     def pack(self, tensors: Sequence[BlockTensor], *, expand: bool) -> CudaMatrix:
         return matrix.pack(tensors, expand=expand)
@@ -161,10 +172,13 @@ class CudaOps:
         pool.values[:, target] = pool.values[:, source]
 
     def choose(self, logits: Float32, specs: Rows, edits: Edits, num_tokens: int) -> Choices:
-        return sampling.choose(cp.asarray(logits), specs, edits, num_tokens, self._scratch)
+        on_device = cp.asarray(logits)
+        return sampling.choose(
+            on_device, specs, edits, num_tokens, self._scratch, self._choice_uploads
+        )
 
     def plan(self, batch: Batch, shape: KvShape, num_heads: int) -> SweepPlan:
-        return plan_sweep(batch, shape, num_heads)
+        return plan_sweep(batch, shape, num_heads, self._plan_uploads)
 
     # ---- inside run(body) ------------------------------------------------------------------
 
@@ -179,7 +193,13 @@ class CudaOps:
                 f"token ids from {token_ids.min()} to {token_ids.max()}, but the embedding has "
                 f"rows 0 to {weight.num_outputs - 1}"
             )
-        matrix.gather_rows(weight, token_ids, out)
+        is_batch = token_ids is plan.batch.token_ids
+        ids = self._current(plan).token_ids if is_batch else cp.asarray(token_ids)
+        matrix.gather_rows(weight, ids, out)
+
+    def _current(self, plan: SweepPlan) -> SweepPlan:
+        assert plan.serial == self._plan_uploads.serial, "a later plan has taken its place"
+        return plan
 
     def rms_norm(
         self, worker: int, plan: SweepPlan, x: Float32, weight: Float32, eps: float, out: Float32
@@ -227,6 +247,7 @@ class CudaOps:
         q: Float32,
     ) -> None:
         assert len(qkv) == len(q) == plan.num_tokens, (qkv.shape, q.shape, plan.num_tokens)
+        plan = self._current(plan)
         kernel = get_kernel("pointwise.cu", f"rope_store<{_KV_TYPES[pool.kv_type][1]}>")
         kernel(
             (plan.num_tokens,),
@@ -268,6 +289,7 @@ class CudaOps:
         layer: int,
         out: Float32,
     ) -> None:
+        plan = self._current(plan)
         sums, stats = self._partial_buffers(plan.num_partials, head.value_length)
         scale = np.float32(head.key_length**-0.5)
         sizes = (np.int32(head.num_heads), np.int32(head.num_kv_heads))
@@ -302,14 +324,9 @@ class CudaOps:
     def _partial_buffers(
         self, num_partials: int, value_length: int
     ) -> tuple[DeviceArray, DeviceArray]:
-        count = max(num_partials, 1) * value_length
-        if self._partials is None or self._partials[0].size < count:
-            self._partials = None
-            self._partials = (
-                cp.empty(count, np.float32),
-                cp.empty((count // 8, 2), np.float32),
-            )
-        return self._partials
+        count = max(num_partials, 1)
+        sums = self._scratch.take("partial sums", (count * value_length,), cp.float32)
+        return sums, self._scratch.take("partial stats", (count, 2), cp.float32)
 
     def swiglu(self, worker: int, plan: SweepPlan, gate_up: Float32, out: Float32) -> None:
         num_tokens, ffn = out.shape
@@ -335,7 +352,9 @@ class CudaOps:
     ) -> None:
         if len(logit_indices) == 0:
             return
-        _rms_norm(x, cp.asarray(logit_indices), norm, eps, normed)
+        is_batch = logit_indices is plan.batch.logit_indices
+        rows = self._current(plan).logit_indices if is_batch else cp.asarray(logit_indices)
+        _rms_norm(x, rows, norm, eps, normed)
         self._product(normed, weight, logits)
 
 

@@ -39,6 +39,11 @@ class FewProducts:
     def close(self) -> None:
         self._scratch.clear()
 
+    @property
+    def num_moves(self) -> int:
+        """How often scratch came to lie elsewhere."""
+        return self._scratch.num_moves
+
     def paths(self) -> dict[tuple[int, int], tuple[str, int]]:
         """What served each shape (num_outputs, num_inputs) so far, and tokens at once."""
         return dict(self._paths)

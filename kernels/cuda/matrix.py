@@ -10,7 +10,7 @@ import cupy as cp
 import numpy as np
 
 from kernels.cuda.modules import blocks_for, get_kernel
-from kernels.ops import Int32, KernelError, UnsupportedTypeError
+from kernels.ops import KernelError, UnsupportedTypeError
 from kernels.quants import QUANT_TYPES, BlockTensor
 
 _GROUP = 8  # values that a thread decodes
@@ -84,9 +84,8 @@ def dequantize(weight: CudaMatrix, begin: int, halves: DeviceArray) -> None:
             )
 
 
-def gather_rows(weight: CudaMatrix, token_ids: Int32, out: DeviceArray) -> None:
-    """out[t] = row token_ids[t] of weight, as float32."""
-    ids = cp.asarray(token_ids)
+def gather_rows(weight: CudaMatrix, ids: DeviceArray, out: DeviceArray) -> None:
+    """out[t] = row ids[t] of weight, as float32."""
     for part in weight.parts:
         get_kernel("dequant.cu", f"gather_rows<{part.type_name}>")(
             (len(ids),),

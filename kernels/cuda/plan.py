@@ -1,5 +1,8 @@
 """How a sweep's attention is split over the GPU, and its indices on the device; made once a sweep.
 
+The tables of a small sweep are padded with tasks that do nothing, so that the next one, a token
+later, has as many.
+
 A task is up to 16 query rows (tokens x heads of a group) of a segment, for each KV head. Segments
 of few query rows and many positions are split by blocks of 256 positions too; their partials are
 merged by the same arithmetic in the same order as inside a task.
@@ -7,12 +10,14 @@ merged by the same arithmetic in the same order as inside a task.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
-import cupy as cp
 import numpy as np
 
 from kernels.cuda.matrix import DeviceArray
+from kernels.cuda.recordings import MAX_TOKENS
+from kernels.cuda.uploads import Uploads
 from kernels.ops import ATTENTION_BLOCK, PAGE_TOKENS, Batch, Int32, KvShape
 
 TILE_ROWS = 16
@@ -36,9 +41,19 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """Device arrays of one sweep. pages: (num_segments, most pages of one) int32."""
+    """Device arrays of one sweep, until the next is planned.
 
+    pages: (num_segments, at least the most pages of one) int32
+    serial: of its upload
+    key: equal for sweeps whose launches are the same; None where they need not be
+    """
+
+    batch: Batch
+    serial: int
+    key: Hashable
     num_tokens: int
+    token_ids: DeviceArray
+    logit_indices: DeviceArray
     positions: DeviceArray
     segments: DeviceArray
     pages: DeviceArray
@@ -47,20 +62,52 @@ class SweepPlan:
     num_partials: int
 
 
-def plan_sweep(batch: Batch, shape: KvShape, num_heads: int) -> SweepPlan:
+def plan_sweep(batch: Batch, shape: KvShape, num_heads: int, uploads: Uploads) -> SweepPlan:
     tasks = attention_tasks(batch, shape, num_heads)
     begins, ends = batch.segments[:, 0], batch.segments[:, 1]
-    most_pages = int(batch.positions[ends - 1].max()) // PAGE_TOKENS + 1
-    upload = cp.asarray
+    most_pages = int(batch.positions[ends - 1].max(initial=0)) // PAGE_TOKENS + 1
+    table, merges, is_small = tasks.table, tasks.merges, batch.num_tokens <= MAX_TOKENS
+    if is_small:
+        table, merges = _padded(table), _padded(merges)
+        most_pages = min(_power_of_two(most_pages), batch.page_table.shape[1])
+    arrays = [
+        batch.token_ids,
+        batch.logit_indices,
+        batch.positions,
+        np.repeat(np.arange(len(begins), dtype=np.int32), ends - begins),
+        batch.page_table[batch.rows[begins], :most_pages],
+        table,
+        merges,
+    ]
+    token_ids, logit_indices, positions, segments, pages, task_table, merge_table = uploads.bring(
+        arrays
+    )
+    sizes = tuple(array.shape for array in arrays)
     return SweepPlan(
+        batch=batch,
+        serial=uploads.serial,
+        key=(uploads.places_serial, sizes) if is_small else None,
         num_tokens=batch.num_tokens,
-        positions=upload(batch.positions),
-        segments=upload(np.repeat(np.arange(len(begins), dtype=np.int32), ends - begins)),
-        pages=upload(np.ascontiguousarray(batch.page_table[batch.rows[begins], :most_pages])),
-        tasks=upload(tasks.table),
-        merges=upload(tasks.merges),
+        token_ids=token_ids,
+        logit_indices=logit_indices,
+        positions=positions,
+        segments=segments,
+        pages=pages,
+        tasks=task_table,
+        merges=merge_table,
         num_partials=tasks.num_partials,
     )
+
+
+def _padded(table: Int32) -> Int32:
+    """With rows of zeros behind it, up to a power of two; none stays none."""
+    count = _power_of_two(len(table)) if len(table) else 0
+    return np.concatenate([table, np.zeros((count - len(table), table.shape[1]), np.int32)])
+
+
+def _power_of_two(count: int) -> int:
+    """The first from 8 on that is no less."""
+    return max(8, 1 << (count - 1).bit_length())
 
 
 def attention_tasks(batch: Batch, shape: KvShape, num_heads: int) -> Tasks:

@@ -24,6 +24,11 @@ __global__ void rms_norm(int width, const float* __restrict__ x, const int* __re
   }
 }
 
+extern "C" __global__ void copy_words(int count, const u32* __restrict__ from, u32* __restrict__ to) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) to[i] = from[i];
+}
+
 // out = silu(gate) * up; gate_up: (num_tokens, 2 ffn)
 template <int kCount>
 __global__ void swiglu(int num_tokens, int ffn, const float* __restrict__ gate_up,

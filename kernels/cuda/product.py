@@ -47,6 +47,11 @@ class Products:
         if self._library is not None:
             self._library.close()
 
+    @property
+    def num_moves(self) -> int:
+        """How often scratch came to lie elsewhere."""
+        return self._scratch.num_moves
+
     def paths(self) -> dict[tuple[int, int], tuple[str, int]]:
         """What served each shape (num_outputs, num_inputs) so far, and its most tiles at once."""
         most = dict.fromkeys(self._by_library, 1)

@@ -7,7 +7,7 @@ and log-probabilities are those of `kernels.cpu.sampling`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import cupy as cp
 import numpy as np
@@ -17,9 +17,9 @@ from kernels.choices import MOST_LOGPROBS, ONE_WEIGHT, Choices, Edits, new_choic
 from kernels.cuda.matrix import DeviceArray
 from kernels.cuda.modules import get_kernel
 from kernels.cuda.scratch import Scratch
+from kernels.cuda.uploads import Uploads
 
 ROOM_NBYTES = 64 << 20  # of rows that are chosen for at once, for what top_k, top_p and min_p need
-_ALIGNMENT = 16
 _THREADS = 1024
 _OUTCOME = np.dtype(
     [
@@ -38,6 +38,7 @@ def choose(
     edits: Edits,
     num_tokens: int,
     scratch: Scratch,
+    uploads: Uploads,
 ) -> Choices:
     """See `kernels.ops.Ops.choose`."""
     num_rows = len(specs)
@@ -48,11 +49,19 @@ def choose(
     top_values = cp.empty((num_top, MOST_LOGPROBS), cp.float32)
     num_gathered, num_weights = _room(specs, num_tokens)
     waves = _waves(specs, edits.ids)
-    lists = _upload([*edits, waves])
+    chunks = list(_chunks(8 * (num_gathered + num_weights)))
+    rooms = [
+        np.stack([_places(num_gathered[rows]), _places(num_weights[rows])], axis=1)
+        for rows in chunks
+    ]
+    of_chunks = [
+        array for rows, room in zip(chunks, rooms, strict=True) for array in (specs[rows], room)
+    ]
+    num_lists = len(edits) + 1
+    brought = uploads.bring([*edits, waves, *of_chunks])
+    lists, there = brought[:num_lists], brought[num_lists:]
     originals = cp.empty(len(edits.seen_ids) + len(edits.ids), cp.float32)
-    for rows in _chunks(8 * (num_gathered + num_weights)):
-        rooms = np.stack([_places(num_gathered[rows]), _places(num_weights[rows])], axis=1)
-        on_device = _upload([np.ascontiguousarray(specs[rows]), rooms])
+    for index, rows in enumerate(chunks):
         values, ids = (
             scratch.take(f"kept {kind}", (max(int(num_gathered[rows].sum()), 1),), dtype)
             for kind, dtype in (("values", cp.float32), ("ids", cp.int32))
@@ -65,12 +74,12 @@ def choose(
                 np.int32(num_tokens),
                 np.int64(logits.strides[0] // 4),
                 logits[rows],
-                on_device[0],
+                there[2 * index],
                 *lists,
                 np.int32(waves.max(initial=-1) + 1),
                 originals,
                 np.int32(len(edits.seen_ids)),
-                on_device[1],
+                there[2 * index + 1],
                 values,
                 ids,
                 weights,
@@ -118,17 +127,6 @@ def _waves(specs: npt.NDArray[np.void], ids: npt.NDArray[np.int32]) -> npt.NDArr
     waves = np.empty(len(ids), np.int32)
     waves[order] = np.arange(len(ids)) - np.repeat(starts, np.diff(starts, append=len(ids)))
     return waves
-
-
-def _upload(arrays: Sequence[np.ndarray]) -> list[DeviceArray]:
-    """Small arrays on the device, as bytes, in one copy."""
-    ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays])
-    together = np.zeros(max(int(ends[-1]), _ALIGNMENT), np.uint8)
-    begins = [0, *ends[:-1].tolist()]
-    for array, begin in zip(arrays, begins, strict=True):
-        together[begin : begin + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
-    there = cp.asarray(together)
-    return [there[begin:] for begin in begins]
 
 
 def _choices(

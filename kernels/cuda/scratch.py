@@ -14,6 +14,7 @@ class Scratch:
     """Buffers by name; each grows to the largest that was asked for."""
 
     def __init__(self) -> None:
+        self.num_moves = 0  # how often a buffer came to lie elsewhere
         self._buffers: dict[str, DeviceArray] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
@@ -22,6 +23,7 @@ class Scratch:
         if name not in self._buffers or len(self._buffers[name]) < count:
             self._buffers.pop(name, None)
             free_unused()
+            self.num_moves += 1
             self._buffers[name] = cp.zeros(count, dtype)
         return self._buffers[name][:count].reshape(shape)
 
