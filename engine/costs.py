@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from engine.sizes import ModelSizes, Part
 
 EXPANDED = "expanded"
-_DEFAULT_VALUES_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,7 @@ class Rates:
     disk_nbytes_per_s: reads of model files
     link_nbytes_per_s: copies from host memory to the device; None where they are the same
     values_per_s: weights that one pass takes, whatever the tokens, by type name; "expanded" too
+    default_values_per_s: of types that are not named
     flops_per_s: of products of many tokens
     layer_s: by type name, seconds per weight of a layer by tokens: products and what goes with
         them; of a type that is not here, values_per_s and flops_per_s tell
@@ -60,6 +60,7 @@ class Rates:
     disk_nbytes_per_s: float
     values_per_s: Mapping[str, float]
     flops_per_s: float
+    default_values_per_s: float = 1e9
     link_nbytes_per_s: float | None = None
     layer_s: Mapping[str, Curve] = field(default_factory=dict)
     head_s: Curve | None = None
@@ -72,12 +73,21 @@ class Rates:
         """Seconds per weight of a type, by tokens."""
         if type_name in self.layer_s:
             return self.layer_s[type_name]
-        pass_s = 1 / self.values_per_s.get(type_name, _DEFAULT_VALUES_PER_S)
+        pass_s = 1 / self.values_per_s.get(type_name, self.default_values_per_s)
         return Curve.line(pass_s, 2 / self.flops_per_s)
 
 
-# A slow laptop's; only the choice between plans depends on them, and a probe replaces them.
+# Of a slow laptop, and of a small GPU; a probe replaces them where more than a choice between
+# plans depends on them.
 DEFAULT_RATES = Rates(disk_nbytes_per_s=1e9, values_per_s={}, flops_per_s=1e11)
+DEFAULT_DEVICE_RATES = Rates(
+    disk_nbytes_per_s=1e9,
+    values_per_s={},
+    default_values_per_s=1e12,
+    flops_per_s=3e13,
+    link_nbytes_per_s=1.2e10,
+    tile_tokens=256,
+)
 
 
 @dataclass(frozen=True, slots=True)

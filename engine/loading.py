@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.budget import free_budget
+from engine.costs import DEFAULT_DEVICE_RATES, DEFAULT_RATES
 from engine.devices import kv_type, resolved
 from engine.gguf_file import GgufFile
 from engine.hparams import Hparams
 from engine.links import Link, OnProgress, Parcel, ReaderLink
-from engine.machine import free_memory_nbytes
 from engine.model import Model, kv_shape
-from engine.planner import DEFAULT_RATES, ModelSizes, Part, Plan, Planner, Rates, Workload
+from engine.planner import ModelSizes, Part, Plan, Planner, Rates, Workload
 from engine.requests import EngineConfig
 from engine.weight_stream import WeightStream, parcel_layouts, parcels_of
 from engine.weights import HEAD_TENSOR, Residence, WeightLoader, layer_tensor_names
@@ -84,8 +85,8 @@ def make_planner(
         hparams,
         config,
         model_sizes(file, hparams, page_nbytes),
-        free_nbytes=free_memory_nbytes(config.memory_nbytes),
-        rates=rates or DEFAULT_RATES,
+        budget=free_budget(file, hparams, config, ops),
+        rates=rates or (DEFAULT_RATES if ops.name == "cpu" else DEFAULT_DEVICE_RATES),
         workload=workload,
     )
 

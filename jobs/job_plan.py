@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.gguf_file import GgufFile
 from engine.hparams import Hparams
 from engine.loading import make_planner
-from engine.planner import Plan, Rates, Workload
+from engine.planner import Budget, Plan, Rates, Workload
 from engine.requests import EngineConfig
 from engine.weights import HEAD_TENSOR, layer_tensor_names
 from kernels.ops import Ops
@@ -18,12 +18,14 @@ from kernels.ops import Ops
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPlan:
-    """rates, workload: what the plan was made for; None where neither would change it
+    """rates, workload: what the plan was made for; None where it would not change it
 
+    budget: what there was to divide
     probe_s: seconds that measuring took
     """
 
     plan: Plan
+    budget: Budget
     rates: Rates | None
     workload: Workload | None
     probe_s: float
@@ -47,30 +49,40 @@ def plan_job(
 
     Raises MemoryBudgetError, ReadError, and what `sample` raises.
     """
-    plan = make_planner(file, hparams, config, ops).best()
-    if not (plan.streams or always_probe):
-        return JobPlan(plan=plan, rates=None, workload=None, probe_s=0.0)
+    planner = make_planner(file, hparams, config, ops)
+    plan, on_device = planner.best(), planner.budget.host_nbytes is not None
+    measures = plan.streams or always_probe
+    if not (measures or on_device):
+        return JobPlan(plan=plan, budget=planner.budget, rates=None, workload=None, probe_s=0.0)
+    workload = sample()
+    started = time.monotonic()
+    rates = _probe(file, hparams, config, ops, plan, cache_dir) if measures else None
+    probe_s = round(time.monotonic() - started, 3)
+    planner = make_planner(file, hparams, config, ops, rates=rates, workload=workload)
+    # A device's memory is short: how much of it rows take depends on how long they are.
+    plan = planner.best() if plan.streams or on_device else planner.predicted(plan)
+    return JobPlan(
+        plan=plan, budget=planner.budget, rates=rates, workload=workload, probe_s=probe_s
+    )
+
+
+def _probe(
+    file: GgufFile, hparams: Hparams, config: EngineConfig, ops: Ops, plan: Plan, cache_dir: Path
+) -> Rates:
     # Numba comes with it: only what measures loads it.
     from engine.rates import probe_rates
 
-    workload = sample()
-    started = time.monotonic()
-    # Measuring the disk drops the model from the page cache, from which it would load faster.
-    files = file.paths if plan.streams else ()
-    rates = probe_rates(
+    return probe_rates(
         ops,
         layer_types(file, hparams),
-        files,
+        # Measuring the disk drops the model from the page cache, from which it would load faster.
+        file.paths if plan.disk_nbytes else (),
         cache_dir,
         hparams=hparams,
         head_type=file.tensors[head_tensor(hparams)].type_name,
         kv_type=config.kv_type,
         expand=plan.expand,
     )
-    probe_s = round(time.monotonic() - started, 3)
-    planner = make_planner(file, hparams, config, ops, rates=rates, workload=workload)
-    plan = planner.best() if plan.streams else planner.predicted(plan)
-    return JobPlan(plan=plan, rates=rates, workload=workload, probe_s=probe_s)
 
 
 def layer_types(file: GgufFile, hparams: Hparams) -> set[str]:

@@ -10,8 +10,6 @@ from engine.gguf_file import GgufFile
 from engine.hparams import Hparams, read_hparams
 from engine.kv_cache import pages_for
 from engine.loading import reader_name
-from engine.machine import free_memory_nbytes
-from engine.planner import FIXED_NBYTES
 from jobs.home import Home
 from jobs.job_plan import JobPlan, plan_job
 from jobs.records import JobSpec
@@ -70,20 +68,24 @@ def _model(file: GgufFile, hparams: Hparams) -> dict[str, Any]:
 
 
 def _memory(spec: JobSpec, planned: JobPlan) -> dict[str, Any]:
-    """work_nbytes: buffers of a sweep and what workers and Python take beside it"""
-    plan = planned.plan
+    """work_nbytes: buffers of a sweep and what workers and Python take beside it; host: pinned
+    memory beside a GPU, None on a CPU"""
+    plan, budget = planned.plan, planned.budget
     used = plan.weights_nbytes + plan.ring_nbytes + plan.activations_nbytes + plan.kv_nbytes
     return {
         "asked_nbytes": spec.engine.memory_nbytes,
-        "budget_nbytes": free_memory_nbytes(spec.engine.memory_nbytes),
+        "budget_nbytes": budget.device_nbytes,
         "used_nbytes": used,
         "weights_nbytes": plan.weights_nbytes,
         "ring_nbytes": plan.ring_nbytes,
         "work_nbytes": plan.activations_nbytes,
-        "work_fixed_nbytes": FIXED_NBYTES,
+        "work_fixed_nbytes": budget.fixed_nbytes,
         "kv_nbytes": plan.kv_nbytes,
         "kv_pages": plan.kv_pages,
         "kv_type": spec.engine.kv_type,
+        "host_asked_nbytes": spec.engine.host_memory_nbytes,
+        "host_budget_nbytes": budget.host_nbytes,
+        "host_nbytes": plan.host_nbytes,
     }
 
 
@@ -96,8 +98,10 @@ def _placement(spec: JobSpec, planned: JobPlan) -> dict[str, Any]:
         "head_resident": plan.head_resident,
         "picture": plan.placement,
         "streamed_nbytes": plan.streamed_nbytes,
+        "disk_nbytes": plan.disk_nbytes,
         "reader": reader_name(spec.engine, plan),
         "sweep_tokens": plan.sweep_tokens,
+        "max_rows": plan.max_rows,
     }
 
 
@@ -117,7 +121,8 @@ def _rates(num_threads: int, planned: JobPlan) -> dict[str, Any]:
     assert rates is not None
     return {
         "num_threads": num_threads,
-        "disk_nbytes_per_s": rates.disk_nbytes_per_s if planned.plan.streams else None,
+        "disk_nbytes_per_s": rates.disk_nbytes_per_s if planned.plan.disk_nbytes else None,
+        "link_nbytes_per_s": rates.link_nbytes_per_s,
         "values_per_s": plain(rates.values_per_s),
         "flops_per_s": rates.flops_per_s,
         "decode_position_s": rates.decode_position_s,

@@ -16,7 +16,7 @@ _LIMITS = {
     "kv": "as many as the KV cache holds",
     "sweep": "as many as a sweep can refill",
 }
-_PLACES = {"r": "r stays in memory", "h": "h comes from host memory", "d": "d from the disk"}
+_PLACES = {"r": "r stays in memory", "h": "h comes from host memory", "d": "d comes off the disk"}
 PICTURE_WIDTH = 60
 
 
@@ -59,8 +59,14 @@ def _placement_facts(placement: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     lines = [picture[at : at + PICTURE_WIDTH] for at in range(0, len(picture), PICTURE_WIDTH)]
     meanings = ", ".join(text for letter, text in _PLACES.items() if letter in [*layers, head])
     yield "placement", "\n".join([*lines, f"{meanings}; the head: {head}"])
-    streamed = nbytes_text(placement["streamed_nbytes"])
-    yield "streamed", f"{streamed} in each sweep, by the {placement['reader']} reader"
+    disk_nbytes, streamed = placement["disk_nbytes"], nbytes_text(placement["streamed_nbytes"])
+    by = f"by the {placement['reader']} reader"
+    if disk_nbytes == placement["streamed_nbytes"]:
+        yield "streamed", f"{streamed} in each sweep, {by}"
+    elif disk_nbytes:
+        yield "streamed", f"{streamed} in each sweep; {nbytes_text(disk_nbytes)} of it {by}"
+    else:
+        yield "streamed", f"{streamed} in each sweep, from host memory"
 
 
 def _memory_facts(
@@ -83,13 +89,16 @@ def _memory_facts(
         f"{nbytes_text(memory['kv_nbytes'])} in {memory['kv_type']}: {memory['kv_pages']:,} pages, "
         f"{predicted['kv_rows']:,} rows of this job",
     )
+    if memory["host_budget_nbytes"] is not None:
+        host = nbytes_text(memory["host_budget_nbytes"])
+        yield "host memory", f"{nbytes_text(memory['host_nbytes'])} of {host}, pinned"
 
 
 def _rates_text(rates: Mapping[str, Any]) -> str:
     passes = ", ".join(f"{rate / 1e9:.1f}e9 {n}/s" for n, rate in rates["values_per_s"].items())
-    disk = rates["disk_nbytes_per_s"]
+    links = {"disk": rates["disk_nbytes_per_s"], "link": rates["link_nbytes_per_s"]}
     return (
-        (f"disk {rate_text(disk)}; " if disk else "")
+        "".join(f"{name} {rate_text(rate)}; " for name, rate in links.items() if rate)
         + f"{rates['num_threads']} threads, {rates['flops_per_s'] / 1e9:.0f} GFLOP/s; "
         + f"a pass over weights: {passes}"
     )
@@ -103,8 +112,12 @@ def _predicted_facts(
     yield (
         "sweep",
         f"{predicted['sweep_s']:.3g} s with {predicted['sweep_used_tokens']:.0f} tokens (at most "
-        f"{placement['sweep_tokens']}): computing {predicted['compute_s']:.3g} s, disk "
-        f"{predicted['disk_s']:.3g} s",
+        f"{placement['sweep_tokens']}): computing {predicted['compute_s']:.3g} s"
+        + "".join(
+            f", {name} {predicted[name + '_s']:.3g} s"
+            for name in ("link", "disk")
+            if predicted.get(name + "_s")
+        ),
     )
     if placement["streamed_nbytes"]:
         balance = predicted["tokens_at_balance"]
@@ -117,9 +130,13 @@ def _predicted_facts(
 def _limited_text(predicted: Mapping[str, Any]) -> str:
     if predicted["limited_by"] == "compute":
         return "computing: faster or more cores would help, a faster disk would not"
+    by_link = predicted["limited_by"] == "link"
+    what = "the link to the GPU" if by_link else "the disk"
     if predicted["rows_limited_by"] == "kv":
-        return "the disk, and KV memory: more --memory, or --kv-type f16, brings more rows on board"
-    return "the disk: more --memory keeps more layers in it"
+        return f"{what}, and KV memory: more --memory, or --kv-type f16, brings more rows on board"
+    if predicted["limited_by"] == "disk" and "link_s" in predicted:
+        return "the disk: more --host-memory keeps more layers in it"
+    return f"{what}: more --memory keeps more layers {'on it' if by_link else 'in it'}"
 
 
 def print_checks(report: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from jobs.workload import (
     sample_ranges,
     sample_rows,
 )
+from ntx_batch.render_plan import print_plan
 from ntx_batch.spec import build_spec
 from scripts.synth_gguf import Shape, write_model
 from tests.cli_helpers import MODEL, Ran, run_here, write_prompts
@@ -107,6 +108,59 @@ def test_people_see_placement_memory_and_time(ntx: Command, prompts: Path, model
         assert name in names, shown.out
     assert "ring" in shown.out and "by the mmap reader" in shown.out
     assert "limited by" in names
+
+
+def test_people_see_the_tiers_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only letters that occur are explained; the link and host memory have their lines."""
+    placement = {
+        "picture": "hrhh h",
+        "streamed_nbytes": 40 * MIB,
+        "disk_nbytes": 0,
+        "reader": "direct",
+        "sweep_tokens": 2048,
+    }
+    memory = dict.fromkeys(
+        ("budget_nbytes", "used_nbytes", "weights_nbytes", "ring_nbytes", "work_nbytes"), 64 * MIB
+    )
+    memory |= {"kv_nbytes": MIB, "kv_pages": 9, "host_budget_nbytes": 80 * MIB}
+    rates = {"disk_nbytes_per_s": None, "link_nbytes_per_s": 5e10, "num_threads": 1}
+    predicted = {
+        **dict.fromkeys(("rows_on_board", "kv_rows", "sweep_used_tokens", "tokens_at_balance"), 7),
+        **dict.fromkeys(("sweep_s", "compute_s", "tokens_per_s", "job_s", "hours"), 0.25),
+        "link_s": 0.5,
+        "disk_s": 0.0,
+        "rows_limited_by": "rows",
+        "limited_by": "link",
+    }
+    report = {
+        "model": {"file": "m.gguf", "layers": 4, "nbytes": MIB},
+        "rows": {
+            "num_rows": 5,
+            "is_estimate": False,
+            "num_sampled": 5,
+            "num_bad": 0,
+            "prompt_tokens": 3.0,
+            "max_output_tokens": 4.0,
+        },
+        "placement": placement,
+        "memory": {**memory, "host_nbytes": 50 * MIB, "asked_nbytes": None, "kv_type": "f16"},
+        "rates": {**rates, "flops_per_s": 6e14, "values_per_s": {}},
+        "predicted": predicted,
+    }
+    print_plan(report)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "hrhh r stays in memory, h comes from host memory; the head: h" in shown
+    assert "from host memory" in shown and "host memory 50" in shown
+    assert "link 50.00 GB/s" in shown and "link 0.5 s" in shown
+    assert "off the disk" not in shown and "disk 0" not in shown
+    assert "the link to the GPU: more --memory keeps more layers on it" in shown
+    placement |= {"picture": "hrhd d", "disk_nbytes": 20 * MIB}
+    predicted |= {"limited_by": "disk", "disk_s": 0.75}
+    print_plan(report)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "h comes from host memory, d comes off the disk; the head: d" in shown
+    assert "of it by the direct reader" in shown and "disk 0.75 s" in shown
+    assert "the disk: more --host-memory" in shown
 
 
 def test_an_impossible_budget_names_one_that_works(

@@ -14,7 +14,7 @@ from engine.hparams import Hparams, read_hparams
 from engine.planner import (
     AS_GOOD,
     DEFAULT_KV_NBYTES,
-    MAX_BALANCE,
+    Budget,
     ModelSizes,
     Part,
     Plan,
@@ -22,6 +22,7 @@ from engine.planner import (
     Rates,
     Workload,
 )
+from engine.prediction import MAX_BALANCE
 from engine.requests import EngineConfig, MemoryBudgetError
 from tests.golden import GOLDEN
 
@@ -89,7 +90,7 @@ def best(
         sized_hparams(len(model.layers)),
         settings,
         model,
-        free_nbytes=free_nbytes,
+        budget=Budget(device_nbytes=free_nbytes),
         workload=workload,
         **({"rates": rates} if rates else {}),
     )
@@ -143,7 +144,7 @@ def test_more_memory_never_predicts_a_slower_job(
         sized_hparams(len(model.layers)),
         EngineConfig(),
         model,
-        free_nbytes=0,
+        budget=Budget(device_nbytes=0),
         rates=rates,
         workload=workload,
     ).estimated_job_s
@@ -249,7 +250,12 @@ def test_predictions_are_of_rows_and_sweeps() -> None:
     )
     streaming = replace(plan, streamed_nbytes=10**8, disk_nbytes=10**8)
     planner = Planner(
-        sized_hparams(10), EngineConfig(), model, free_nbytes=0, rates=slow, workload=work
+        sized_hparams(10),
+        EngineConfig(),
+        model,
+        budget=Budget(device_nbytes=0),
+        rates=slow,
+        workload=work,
     )
     predicted = planner.predicted(streaming).predicted
     assert predicted["rows_on_board"] == 10  # 20 pages, two for each row

@@ -1,0 +1,160 @@
+"""What a plan gives over a job, as a pure function of sizes, rates and the work to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.costs import Load, Rates, SweepCost
+from engine.drain import layers_worth_keeping
+from engine.forecast import Board, Forecast, Pace, Workload, forecast
+from engine.kv_cache import pages_for
+from engine.plan import Plan
+from engine.sizes import ModelSizes
+
+MAX_BALANCE = 1 << 20  # tokens, where computing never catches up
+
+
+class Predictor:
+    """Predicts jobs of one kind of work on one machine.
+
+    Plans are compared by a formula: R rows of p prompt and o output tokens, r of them on board.
+    A row is on board for o sweeps, so R·o / r sweeps; r·p / S more, S tokens a sweep, until the
+    last of the first r rows has come on board. S tokens a sweep bring no more than S·o / (p + o)
+    rows on board. The job of the chosen plan is run through in numbers.
+    """
+
+    def __init__(self, sizes: ModelSizes, rates: Rates, work: Workload) -> None:
+        self._sizes, self._rates, self._work = sizes, rates, work
+        self._costs: dict[bool, SweepCost] = {}
+
+    @property
+    def row_pages(self) -> int:
+        """KV pages that a row reserves."""
+        return max(1, pages_for(self._work.whole_prompt + self._work.whole_output - 1))
+
+    def estimated_job_s(self, plan: Plan) -> float:
+        """Seconds of the job by the formula."""
+        num_sweeps, load = self._mean_sweep(plan)
+        return num_sweeps * self._pace(plan, self._cost(plan.expand)).sweep_s(load)[0]
+
+    def predict(self, plan: Plan, cost: SweepCost | None = None) -> dict[str, Any]:
+        """What a plan gives over the whole of the work.
+
+        cost: of a sweep's computing, where that is known better than by the rates
+
+        rows_on_board, rows_limited_by: "rows" (of the job), "kv" or "sweep"
+        sweep_used_tokens: mean tokens of a sweep
+        tokens_at_balance: T*, tokens at which computing catches up with what streams
+        disk_s, link_s, compute_s: of the mean sweep: reading, copying to the device, computing;
+            pass_s of that whatever the tokens, token_s more for each
+        sweep_s, num_sweeps, tokens_per_s (output), job_s
+        limited_by: what most of the time is spent on, "compute", "disk" or "link"
+        """
+        cost = cost or self._cost(plan.expand)
+        work, pace = self._work, self._pace(plan, cost)
+        rows, rows_limited_by = self._rows_on_board(plan)
+        board = Board(sweep_tokens=plan.sweep_tokens, max_rows=self._most_rows(plan))
+        found = forecast(work, board, pace)
+        mean = _mean_load(found)
+        pass_s, compute_s = cost.compute_s(Load(0, 0, 0, 0)), cost.compute_s(mean)
+        return {
+            "rows_on_board": int(rows),
+            "rows_limited_by": rows_limited_by,
+            "sweep_used_tokens": round(mean.tokens, 1),
+            "tokens_at_balance": round(_balance(cost, mean, max(pace.streams.values())), 1),
+            **{f"{name}_s": seconds for name, seconds in pace.streams.items()},
+            "compute_s": compute_s,
+            "pass_s": pass_s,
+            "token_s": (compute_s - pass_s) / mean.tokens,
+            "sweep_s": found.seconds / found.num_sweeps,
+            "num_sweeps": round(found.num_sweeps, 1),
+            "tokens_per_s": work.num_rows * work.output_tokens / found.seconds,
+            "job_s": found.seconds,
+            "limited_by": max(found.limited_s, key=lambda name: found.limited_s[name]),
+        }
+
+    def _cost(self, expand: bool) -> SweepCost:
+        if expand not in self._costs:
+            self._costs[expand] = SweepCost.of(self._sizes, self._rates, expand=expand)
+        return self._costs[expand]
+
+    def _pace(self, plan: Plan, cost: SweepCost) -> Pace:
+        streams = {"disk": plan.disk_nbytes / self._rates.disk_nbytes_per_s}
+        if self._rates.link_nbytes_per_s is not None:
+            streams["link"] = plan.streamed_nbytes / self._rates.link_nbytes_per_s
+        streamed = [
+            layer.slot_nbytes
+            for layer, stays in zip(self._sizes.layers, plan.resident, strict=True)
+            if not stays
+        ]
+        row_pages = self.row_pages
+
+        def kept(rows: int, sweeps_left: int) -> float:
+            num_layers = layers_worth_keeping(
+                num_pages=max(0, plan.kv_pages - rows * row_pages),
+                page_nbytes=self._sizes.page_nbytes,
+                layer_nbytes=max(streamed),
+                num_layers=len(streamed),
+                sweeps_left=sweeps_left,
+            )
+            return num_layers * sum(streamed) / len(streamed) / plan.streamed_nbytes
+
+        # Pages of a device's pool do not come free one by one.
+        drains = bool(streamed) and self._rates.link_nbytes_per_s is None
+        return Pace(cost=cost, streams=streams, kept=kept if drains else None)
+
+    def _mean_sweep(self, plan: Plan) -> tuple[float, Load]:
+        """Number of sweeps by the formula, and what each carries then."""
+        work = self._work
+        prompt, output = work.prompt_tokens, max(1.0, work.output_tokens)
+        rows, _ = self._rows_on_board(plan)
+        num_sweeps = max(1.0, work.num_rows * output / rows + rows * prompt / plan.sweep_tokens)
+        share = work.num_rows / num_sweeps
+        return num_sweeps, Load(
+            tokens=share * (prompt + output),
+            decode_positions=share * output * (prompt + output / 2),
+            prefill_positions=share * prompt * prompt / 2,
+            outputs=share * output,
+        )
+
+    def _most_rows(self, plan: Plan) -> int:
+        return max(1, min(plan.kv_pages // self.row_pages, plan.max_rows))
+
+    def _rows_on_board(self, plan: Plan) -> tuple[float, str]:
+        work = self._work
+        row_tokens = max(1.0, work.prompt_tokens + work.output_tokens)
+        refilled = plan.sweep_tokens * max(1.0, work.output_tokens) / row_tokens
+        limits = {
+            "rows": float(work.num_rows),
+            "kv": float(plan.kv_pages // self.row_pages),
+            "sweep": min(refilled, float(plan.max_rows)),
+        }
+        name = min(limits, key=lambda name: limits[name])
+        return max(1.0, limits[name]), name
+
+
+def _mean_load(found: Forecast) -> Load:
+    sweeps = found.num_sweeps
+    return Load(
+        tokens=found.tokens / sweeps,
+        decode_positions=found.decode_positions / sweeps,
+        prefill_positions=found.prefill_positions / sweeps,
+        outputs=found.outputs / sweeps,
+    )
+
+
+def _balance(cost: SweepCost, mean: Load, streaming_s: float) -> float:
+    """Tokens of a sweep of the mean kind, scaled, that computes as long as it streams."""
+
+    def compute_s(tokens: float) -> float:
+        scale = tokens / mean.tokens
+        positions = mean.decode_positions * scale, mean.prefill_positions * scale
+        return cost.compute_s(Load(tokens, *positions, mean.outputs * scale))
+
+    low, high = 0.0, 1.0
+    while compute_s(high) < streaming_s and high < MAX_BALANCE:
+        low, high = high, 2 * high
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if compute_s(middle) < streaming_s else (low, middle)
+    return low
