@@ -27,14 +27,11 @@ def choose_job_device(config: EngineConfig) -> DeviceChoice:
     return DeviceChoice("cpu", f"no GPU can be used: {problem}")
 
 
-def device_notes(config: EngineConfig) -> Iterator[str]:
+def device_notes(config: EngineConfig, choice: DeviceChoice) -> Iterator[str]:
     """What the job's owner may want to know of its device when it is submitted.
 
-    Nothing where no choice was left, or where this machine never had another.
-
-    Raises DeviceError: as `choose_job_device`.
+    Nothing where no choice was left, or where this machine has no other.
     """
-    choice = choose_job_device(config)
     if config.device != "auto":
         return
     gpus = survey_gpus().gpus

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 
 from engine.chat import DEFAULT_TEMPLATE_KEY, TEMPLATE_KEY, ChatTemplate, PromptTemplate
 from engine.gguf_file import GgufFile
-from engine.hparams import check_tensors, read_hparams
+from engine.hparams import Hparams, check_tensors, read_hparams
 from engine.params import validate_params
 from engine.pretokenizers import find_pre_tokenizer
 from engine.requests import RowError, TokenizerError
+from jobs.budget import check_cpu_budget
 from jobs.columns import bind_columns
 from jobs.dataset import SAMPLE_NBYTES, build_manifest, read_schema
 from jobs.fingerprint import read_fingerprint
 from jobs.formats.csv_file import name_of
-from jobs.job_device import device_notes
+from jobs.job_device import choose_job_device, device_notes
 from jobs.output_folder import OwnFile, find_own_files, refuse_input_place
 from jobs.publish import claim_folder
 from jobs.records import Binding, Fingerprint, JobSpec, Manifest, SpecError
@@ -47,9 +48,11 @@ def check_job(spec: JobSpec, *, overwrite: bool = False) -> Checked:
 
     Raises SpecError, DatasetError, ResultsError, EngineError: what does not fit, with what to do.
     """
-    about_device = tuple(device_notes(spec.engine))
+    choice = choose_job_device(spec.engine)
     file = GgufFile.open(spec.model)
-    _check_model(spec, file)
+    hparams = _check_model(spec, file)
+    if choice.device == "cpu":
+        check_cpu_budget(spec.engine, file, hparams)
     _check_tokenizer(spec, file)
     manifest, binding = _check_input(spec)
     overwrites = _check_output(spec, manifest, overwrite=overwrite)
@@ -57,7 +60,7 @@ def check_job(spec: JobSpec, *, overwrite: bool = False) -> Checked:
     notes = (
         *_input_notes(spec, manifest, binding),
         *_chat_notes(spec, file, binding),
-        *about_device,
+        *device_notes(spec.engine, choice),
     )
     if overwrites:
         notes += (f"{len(overwrites)} parts of other jobs in {spec.output} will be removed",)
@@ -108,13 +111,14 @@ def _build_manifest(spec: JobSpec, sample_nbytes: int | None) -> Manifest:
     return manifest
 
 
-def _check_model(spec: JobSpec, file: GgufFile) -> None:
+def _check_model(spec: JobSpec, file: GgufFile) -> Hparams:
     hparams = read_hparams(file)
     check_tensors(file, hparams)
     try:
         validate_params(spec.params, hparams.num_tokens)
     except RowError as error:
         raise SpecError(str(error)) from error
+    return hparams
 
 
 def _check_tokenizer(spec: JobSpec, file: GgufFile) -> None:

@@ -122,7 +122,7 @@ def test_status_without_jobs_says_so(ntx: Command) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--device", "gpu"], "the CUDA backend is not in this version"),
+        (["--memory", "1MiB"], "the smallest that works here is"),
         (["--max-tokens", "0"], "max_tokens is 0"),
         (["--chat"], "has no chat template"),
         (["--prompt-column", "promt"], "no column promt; did you mean prompt?"),

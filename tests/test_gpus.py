@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from engine import DeviceError, EngineConfig
+from engine.devices import DeviceChoice
+from jobs import job_device
 from jobs.gpus import (
     DRIVER_LIBRARY,
     Gpu,
+    GpuSurvey,
     driver_version,
     each_gpu_once,
     hidden_reason,
@@ -136,5 +139,18 @@ def test_without_a_driver_a_job_computes_on_the_cpu_and_says_so(
     assert DRIVER_LIBRARY in problem or "NVIDIA driver" in problem
     assert choose_job_device(EngineConfig()).reason == f"no GPU can be used: {problem}"
     with pytest.raises(DeviceError, match="--device gpu: "):
-        list(device_notes(EngineConfig(device="gpu")))
-    assert list(device_notes(EngineConfig(device="cpu"))) == []
+        choose_job_device(EngineConfig(device="gpu"))
+
+
+def test_a_choice_is_told_at_submit_and_what_was_asked_for_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Case 67."""
+    gpu = Gpu(name="NVIDIA RTX 1", capability=(8, 6), memory_nbytes=24 << 30)
+    monkeypatch.setattr(job_device, "survey_gpus", lambda: GpuSurvey(gpus=(gpu,)))
+    taken, left = DeviceChoice("gpu", "one is there"), DeviceChoice("cpu", "CuPy is missing")
+    auto = EngineConfig()
+    assert list(device_notes(auto, taken)) == ["computes on the GPU NVIDIA RTX 1"]
+    assert list(device_notes(auto, left)) == ["computes on the CPU; CuPy is missing"]
+    assert list(device_notes(EngineConfig(device="gpu"), taken)) == []
+    assert list(device_notes(EngineConfig(device="cpu"), left)) == []

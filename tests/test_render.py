@@ -63,7 +63,8 @@ def test_status_names_the_device_its_memory_and_why_it_was_chosen(job: Job) -> N
         "cuda_runtime": "12.8",
     }
     assert render.device_facts(replace(job, record=on_gpu)) == {
-        "device": "NVIDIA RTX 1, 23.0 GiB of its 24.0 GiB, driver 570.86.10, CUDA 12.8 (one is there)"
+        "device": "NVIDIA RTX 1, 23.0 GiB of its 24.0 GiB, driver 570.86.10, CUDA 12.8 "
+        "(one is there)"
     }
 
 

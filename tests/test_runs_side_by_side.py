@@ -93,14 +93,13 @@ def test_a_gpu_that_is_asked_for_and_not_there_is_no_cpu(
         assert store.list_jobs() == []
 
 
-@pytest.mark.slow
-def test_a_memory_limit_that_cannot_work_fails_the_job_with_what_would(
+def test_a_memory_limit_that_cannot_work_is_refused_with_what_would(
     homes: list[Home], tmp_path: Path
 ) -> None:
-    """Case 77: said before anything is allocated."""
+    """Case 77: said before anything is queued."""
     prompts = write_prompts(tmp_path / "in.parquet", ["a"])
-    ran = run_process(homes[0].path, "run", prompts, "--model", MODEL, "--memory", "1MiB")
-    assert ran.code == 1
+    ran = run_process(homes[0].path, "submit", prompts, "--model", MODEL, "--memory", "1MiB")
+    assert (ran.code, ran.out) == (2, "")
     assert "the smallest that works here is" in ran.err
     assert "raise --memory" in ran.err
     assert "Traceback" not in ran.err
