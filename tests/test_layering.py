@@ -29,7 +29,7 @@ HOMES = {
     },
     "sqlite3": {"jobs/database.py"},
     "typer": {"ntx_batch/cli.py", "ntx_batch/cli_options.py"},
-    "cupy": {"kernels/cuda/"},
+    "cupy": {"kernels/cuda/", "engine/cuda_link.py"},
 }
 
 
