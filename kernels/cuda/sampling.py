@@ -42,6 +42,8 @@ def choose(
 ) -> Choices:
     """See `kernels.ops.Ops.choose`."""
     num_rows = len(specs)
+    if num_rows == 0:
+        return new_choices(0)
     wants_top = bool((specs["num_logprobs"] > 0).any())
     num_top = num_rows if wants_top else 0
     outcomes = cp.empty((num_rows, _OUTCOME.itemsize), cp.uint8)
