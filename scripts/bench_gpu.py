@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,8 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
+from engine.requests import Request, SamplingParams
+from engine.sampler import RowSampler, choose
 from kernels.cuda import matrix
 from kernels.cuda.backend import CudaOps
 from kernels.ops import PAGE_TOKENS, Batch, HeadParams, KvShape, Rope
@@ -39,6 +42,15 @@ SHAPES = {
 KV = KvShape(num_layers=1, num_kv_heads=8, key_length=128, value_length=128)
 HEAD = HeadParams(num_heads=64, num_kv_heads=8, key_length=128, value_length=128, norm_eps=1e-5)
 FEW_SHAPES = {(8192, 8192): 2, (28672, 8192): 2, (8192, 28672): 1, (1024, 8192): 2}  # a layer's
+VOCABULARY = 128_256
+SAMPLING = {
+    "greedy": SamplingParams(),
+    "greedy with 5 logprobs": SamplingParams(logprobs=5),
+    "temperature": SamplingParams(temperature=1.0),
+    "top_k 40": SamplingParams(temperature=1.0, top_k=40, top_p=0.95),
+    "top_p 0.95": SamplingParams(temperature=0.7, top_p=0.95),
+    "penalties": SamplingParams(repetition_penalty=1.1, frequency_penalty=0.2),
+}
 REPEATS, CALLS = 7, 10  # timings, and calls in each: launches are hidden as in a sweep
 
 _READ = """
@@ -289,6 +301,26 @@ def bench_pointwise(report: Report, ops: CudaOps) -> None:
         add_rates(report, f"{name}, 2048 tokens, GB/s", nbytes / 1e9, timed(call))
 
 
+def bench_sampling(report: Report, ops: CudaOps) -> None:
+    """The choice of a token for every row, on the host's clock: uploads and answers included."""
+    for num_rows in (96, 512):
+        logits = cp.random.standard_normal((num_rows, VOCABULARY), dtype=cp.float32) * 3
+        for name, params in SAMPLING.items():
+            rows = [sampler_row(index, params) for index in range(num_rows)]
+            for repeat in range(2 + REPEATS):
+                ops.synchronize()
+                begin = time.perf_counter()
+                choose(logits, rows, num_tokens=VOCABULARY, ops=ops)
+                if repeat >= 2:
+                    seconds = time.perf_counter() - begin
+                    report.add(f"choice for {num_rows} rows, {name}, ms", seconds * 1e3)
+
+
+def sampler_row(index: int, params: SamplingParams) -> RowSampler:
+    ids = np.arange(200, dtype=np.int32) * 7 + index
+    return RowSampler(Request(row_index=index, token_ids=ids, params=params), frozenset())
+
+
 SECTIONS: dict[str, Callable[[Report, CudaOps], None]] = {
     "limits": bench_limits,
     "dequantise": bench_dequantize,
@@ -296,6 +328,7 @@ SECTIONS: dict[str, Callable[[Report, CudaOps], None]] = {
     "few": bench_few,
     "attention": bench_attentions,
     "pointwise": bench_pointwise,
+    "sampling": bench_sampling,
 }
 
 if __name__ == "__main__":
