@@ -13,7 +13,7 @@ from kernels.quants import QUANT_TYPES, BlockTensor
 
 TYPES = {quant_type.name: quant_type for quant_type in QUANT_TYPES.values()}
 # Offsets of the float16 scales inside a block.
-_HALVES = {
+HALVES = {
     "Q4_0": [0],
     "Q4_1": [0, 2],
     "Q5_0": [0],
@@ -42,7 +42,7 @@ def random_tensor(
     else:
         blocks = num_inputs // quant_type.block_size
         data = rng.integers(0, 256, (num_outputs, blocks, quant_type.block_nbytes), dtype=np.uint8)
-        for at in _HALVES[type_name]:
+        for at in HALVES[type_name]:
             scales = rng.uniform(-0.1, 0.1, (num_outputs, blocks, 1)).astype(np.float16)
             data[:, :, at : at + 2] = scales.view(np.uint8)
         data = data.reshape(num_outputs, -1)

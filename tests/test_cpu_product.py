@@ -14,6 +14,7 @@ from kernels.ops import K_BLOCK, KernelError, UnsupportedTypeError
 from kernels.quants import LISTED_TYPES, BlockTensor, dequantize_tensor
 from tests.cpu_helpers import (
     FLAT_SHAPE,
+    HALVES,
     TYPES,
     f32_tensor,
     flat_batch,
@@ -80,6 +81,38 @@ def test_every_type_decodes_exactly_and_gives_the_same_product_in_both_layouts(
     np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6 * np.abs(exact).max())
     assert (expanded.layout, quantised.layout) == ("f32-panels", "gguf-rows")
     assert quantised.nbytes == tensor.data.nbytes < expanded.nbytes or type_name == "F32"
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, 2.0**-24, -(2.0**-14), -65504.0, np.inf, np.nan])
+@pytest.mark.parametrize("type_name", HALVES)
+def test_a_tile_holds_the_dequantised_values_at_every_scale(
+    ops: CpuOps, type_name: str, scale: float
+) -> None:
+    tensor = random_tensor(np.random.default_rng(10), type_name, 45, 256)
+    blocks = tensor.data.reshape(45, -1, tensor.type.block_nbytes)
+    for at in HALVES[type_name]:
+        blocks[:, :, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
+    with np.errstate(invalid="ignore"):
+        values = dequantize_tensor(tensor)
+    plan, ids, rows = ops.plan(flat_batch(45), FLAT_SHAPE, 1), np.arange(45), poisoned(45, 256)
+    weight = ops.pack([tensor], expand=True)
+    ops.run(lambda w: ops.embed(w, plan, weight, ids.astype(np.int32), rows))
+    assert np.array_equal(rows, values, equal_nan=True)
+    signed = ~np.isnan(values)
+    assert np.array_equal(np.signbit(rows[signed]), np.signbit(values[signed]))
+
+
+@pytest.mark.parametrize("num_inputs", [1, 3, 7, 15, 17, 41, 255, 271])
+@pytest.mark.parametrize("type_name", ["F32", "F16", "BF16"])
+def test_rows_of_any_length_and_number_decode_exactly(
+    ops: CpuOps, type_name: str, num_inputs: int
+) -> None:
+    for num_outputs in (1, 7, 8, 9, 33, 63):
+        tensor = random_tensor(np.random.default_rng(11), type_name, num_outputs, num_inputs)
+        for expand in (True, False):
+            weight = ops.pack([tensor], expand=expand)
+            out = matmul(ops, np.eye(num_inputs, dtype=np.float32), weight)
+            assert np.array_equal(out, dequantize_tensor(tensor).T)
 
 
 @pytest.mark.parametrize("num_inputs", [1, 31, 255, 256, 257, 576])

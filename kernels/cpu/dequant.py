@@ -11,22 +11,20 @@ from typing import Any
 
 import numpy as np
 
+from kernels.cpu import columns
 from kernels.cpu.jit import inlined
 from kernels.cpu.memory import (
     advance,
     bfloat_at,
     byte_at,
     float_at,
-    get,
     half_at,
     put,
     signed_byte_at,
     word_at,
 )
-from kernels.cpu.vector import transpose_16
-
-TILE_INPUTS = 256
-TILE_OUTPUTS = 32
+from kernels.cpu.rows import ROWS
+from kernels.cpu.vector import PANEL
 
 
 @inlined
@@ -258,23 +256,68 @@ TYPE_IDS = frozenset({0, 1, 2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 30})
 
 
 @inlined
-def dequantize_tile(
-    type_id: int, source: Any, row_nbytes: int, rows: int, count: int, scratch: Any, tile: Any
+def _blocks_to_columns(
+    type_id: int, source: Any, row_nbytes: int, last_row: int, count: int, tile: Any, ahead: int
 ) -> None:
-    """tile[k, row] = value k of a row, for `count` <= 256 values of `rows` <= 32 rows.
+    """The whole blocks, of those of `columns`, in `count` values of 8 rows."""
+    if type_id == 0:
+        columns.f32_columns(source, row_nbytes, last_row, count // 4, tile, ahead)
+    elif type_id == 1:
+        columns.f16_columns(source, row_nbytes, last_row, count // 16, tile, ahead)
+    elif type_id == 2:
+        columns.q4_0_columns(source, row_nbytes, last_row, count // 32, tile, ahead)
+    elif type_id == 3:
+        columns.q4_1_columns(source, row_nbytes, last_row, count // 32, tile, ahead)
+    elif type_id == 6:
+        columns.q5_0_columns(source, row_nbytes, last_row, count // 32, tile, ahead)
+    elif type_id == 7:
+        columns.q5_1_columns(source, row_nbytes, last_row, count // 32, tile, ahead)
+    elif type_id == 8:
+        columns.q8_0_columns(source, row_nbytes, last_row, count // 32, tile, ahead)
+    elif type_id == 10:
+        columns.q2_k_columns(source, row_nbytes, last_row, count // 256, tile, ahead)
+    elif type_id == 11:
+        columns.q3_k_columns(source, row_nbytes, last_row, count // 256, tile, ahead)
+    elif type_id == 12:
+        columns.q4_k_columns(source, row_nbytes, last_row, count // 256, tile, ahead)
+    elif type_id == 13:
+        columns.q5_k_columns(source, row_nbytes, last_row, count // 256, tile, ahead)
+    elif type_id == 14:
+        columns.q6_k_columns(source, row_nbytes, last_row, count // 256, tile, ahead)
+    elif type_id == 30:
+        columns.bf16_columns(source, row_nbytes, last_row, count // 8, tile, ahead)
+
+
+@inlined
+def _rest_to_columns(
+    type_id: int, source: Any, row_nbytes: int, num_rows: int, count: int, tile: Any
+) -> None:
+    """What `_blocks_to_columns` leaves of F32, F16 and BF16, whose rows may have any length."""
+    for row in range(num_rows):
+        p = advance(source, row * row_nbytes)
+        if type_id == 0:
+            for k in range(count // 4 * 4, count):
+                put(tile, k * PANEL + row, float_at(p, 4 * k))
+        elif type_id == 1:
+            for k in range(count // 16 * 16, count):
+                put(tile, k * PANEL + row, half_at(p, 2 * k))
+        elif type_id == 30:
+            for k in range(count // 8 * 8, count):
+                put(tile, k * PANEL + row, bfloat_at(p, 2 * k))
+
+
+@inlined
+def dequantize_tile(
+    type_id: int, source: Any, row_nbytes: int, rows: int, count: int, tile: Any, ahead: int
+) -> None:
+    """tile[k, row] = value k of a row, for `count` values of `rows` <= 32 rows.
 
     source: first block of the first row; rows are `row_nbytes` apart
-    scratch: 32 x 256 floats; tile: count x 32 floats, columns from `rows` on are zeroed
+    tile: count x 32 floats; columns from `rows` on may hold anything afterwards
+    ahead: how many bytes after each byte that is read another one is asked for
     """
-    for row in range(rows):
-        at = advance(scratch, row * TILE_INPUTS)
-        dequantize_span(type_id, advance(source, row * row_nbytes), at, count)
-    for i in range(rows * TILE_INPUTS, TILE_OUTPUTS * TILE_INPUTS):
-        put(scratch, i, np.float32(0.0))
-    for k in range(0, count - 15, 16):
-        for row in range(0, TILE_OUTPUTS, 16):
-            first = advance(scratch, row * TILE_INPUTS + k)
-            transpose_16(first, TILE_INPUTS, advance(tile, k * TILE_OUTPUTS + row), TILE_OUTPUTS)
-    for k in range(count // 16 * 16, count):
-        for row in range(TILE_OUTPUTS):
-            put(tile, k * TILE_OUTPUTS + row, get(scratch, row * TILE_INPUTS + k))
+    for row in range(0, rows, ROWS):
+        num_rows = min(ROWS, rows - row)
+        p, target = advance(source, row * row_nbytes), advance(tile, row)
+        _blocks_to_columns(type_id, p, row_nbytes, num_rows - 1, count, target, ahead)
+        _rest_to_columns(type_id, p, row_nbytes, num_rows, count, target)

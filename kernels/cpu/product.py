@@ -50,8 +50,8 @@ ADDRESS, ROW_NBYTES, TYPE_ID, BLOCK_SIZE, BLOCK_NBYTES, NUM_OUTPUTS, FIRST_OUTPU
 PART_FIELDS = 8
 EXPANDED = -1  # TYPE_ID of float32 panels
 
-# Per-worker scratch in floats: decoded rows, their tile, the block sums of a narrow panel.
-_ROWS_AT, _TILE_AT, _NARROW_AT = 0, PANEL * K_STEP, 2 * PANEL * K_STEP
+# Per-worker scratch in floats: a decoded tile, the block sums of a narrow panel.
+_TILE_AT, _NARROW_AT = 0, PANEL * K_STEP
 SCRATCH_LEN = _NARROW_AT + PANEL * MAX_ROWS
 
 
@@ -113,19 +113,20 @@ def _tile(part: Any, panel: int, k: int, length: int, num_inputs: int, scratch: 
     if part[TYPE_ID] == EXPANDED:
         return floats_at(part[ADDRESS] + 4 * (panel * num_inputs + k) * PANEL)
     tile = pointer(scratch, _TILE_AT)
-    _decode(part, panel, k, length, tile, scratch)
+    _decode(part, panel, k, length, num_inputs, tile)
     return tile
 
 
 @inlined
-def _decode(part: Any, panel: int, k: int, length: int, tile: Any, scratch: Any) -> None:
-    row = panel * PANEL
-    at = row * part[ROW_NBYTES] + k // part[BLOCK_SIZE] * part[BLOCK_NBYTES]
+def _decode(part: Any, panel: int, k: int, length: int, num_inputs: int, tile: Any) -> None:
+    row, row_nbytes = panel * PANEL, part[ROW_NBYTES]
+    at = row * row_nbytes + k // part[BLOCK_SIZE] * part[BLOCK_NBYTES]
     rows = min(PANEL, part[NUM_OUTPUTS] - row)
+    ahead = K_STEP // part[BLOCK_SIZE] * part[BLOCK_NBYTES]
+    if k + K_STEP >= num_inputs:  # next are the first inputs of the next panel
+        ahead = PANEL * row_nbytes - k // part[BLOCK_SIZE] * part[BLOCK_NBYTES]
     source = bytes_at(part[ADDRESS] + at)
-    dequantize_tile(
-        part[TYPE_ID], source, part[ROW_NBYTES], rows, length, pointer(scratch, _ROWS_AT), tile
-    )
+    dequantize_tile(part[TYPE_ID], source, row_nbytes, rows, length, tile, ahead)
 
 
 @inlined
@@ -281,7 +282,7 @@ def expand(worker: int, num_workers: int, parts: Any, panels: Any, scratch: Any)
         for k in range(0, num_inputs, K_STEP):
             tile = pointer(panels, (index * num_inputs + k) * PANEL)
             length = min(K_STEP, num_inputs - k)
-            _decode(part, index - part[FIRST_PANEL], k, length, tile, scratch)
+            _decode(part, index - part[FIRST_PANEL], k, length, num_inputs, tile)
 
 
 @kernel(types.void(I64, I64, I64_MATRIX, I32_VECTOR, F32_MATRIX))

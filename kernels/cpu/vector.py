@@ -48,9 +48,10 @@ def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any
     return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    name = f"llvm.fma.v{LANES}f32"
-    return builder.call(_function(builder, name, _VECTOR, [_VECTOR] * 3), [a, b, c])
+def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a · b + c of float vectors, rounded once."""
+    name = f"llvm.fma.v{a.type.count}f32"
+    return builder.call(_function(builder, name, a.type, [a.type] * 3), [a, b, c])
 
 
 def _load(builder: Any, pointer: Any) -> Any:
@@ -70,7 +71,7 @@ def _splat(builder: Any, scalar: Any) -> Any:
     return builder.shuffle_vector(first, undefined, mask)
 
 
-def _loop(
+def emit_loop(
     builder: Any,
     count: Any,
     start: list[Any],
@@ -127,9 +128,9 @@ def _emit_chains(builder: Any, rows: int, column: int, mode: str, args: list[Any
             weights.append(_load(builder, builder.gep(base, [_int(lane)])))
         values = [_splat(builder, builder.load(builder.gep(p, [k]))) for p in a_rows]
         pairs = [(value, weight) for value in values for weight in weights]
-        return [_fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+        return [emit_fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
-    for total, target in zip(_loop(builder, length, start, step), targets, strict=True):
+    for total, target in zip(emit_loop(builder, length, start, step), targets, strict=True):
         if mode == "add":
             total = builder.fadd(_load(builder, target), total)
         _store(builder, total, target)
@@ -215,11 +216,11 @@ def _reduction(kind: str) -> Any:
         def step(index: Any, totals: list[Any]) -> list[Any]:
             value = _load(builder, builder.gep(x, [builder.mul(index, _int(LANES))]))
             if kind == "squares":
-                return [_fma(builder, value, value, totals[0])]
+                return [emit_fma(builder, value, value, totals[0])]
             return [combine(value, totals[0])]
 
         least = ir.Constant(_VECTOR, [float("-inf")] * LANES)
-        totals = _loop(builder, count, [least if kind == "max" else _ZEROS], step)
+        totals = emit_loop(builder, count, [least if kind == "max" else _ZEROS], step)
         return _fold(builder, totals[0], combine)
 
     def reduce(_typing: Any, x: Any, num_vectors: Any) -> Any:
@@ -231,41 +232,3 @@ def _reduction(kind: str) -> Any:
 vector_sum = _reduction("sum")
 vector_max = _reduction("max")
 sum_of_squares = _reduction("squares")
-
-
-def _interleave(builder: Any, rows: list[Any], distance: int) -> list[Any]:
-    """Swap the off-diagonal squares of side `distance` in a 16 x 16 matrix of `rows`."""
-    kind = ir.VectorType(_I32, LANES)
-    upper = [j if not j & distance else LANES + j - distance for j in range(LANES)]
-    lower = [j + distance if not j & distance else LANES + j for j in range(LANES)]
-    result = list(rows)
-    for i in range(LANES):
-        if not i & distance:
-            pair = rows[i], rows[i + distance]
-            result[i] = builder.shuffle_vector(*pair, ir.Constant(kind, upper))
-            result[i + distance] = builder.shuffle_vector(*pair, ir.Constant(kind, lower))
-    return result
-
-
-def _transpose_16(
-    _typing: Any, source: Any, source_stride: Any, target: Any, target_stride: Any
-) -> Any:
-    """target[j, i] = source[i, j] for i, j in [0, 16)."""
-    signature = types.void(_FLOATS, types.int64, _FLOATS, types.int64)
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        source, source_stride, target, target_stride = args
-        rows = [
-            _load(builder, builder.gep(source, [builder.mul(_int(i), source_stride)]))
-            for i in range(LANES)
-        ]
-        for distance in (8, 4, 2, 1):
-            rows = _interleave(builder, rows, distance)
-        for i, row in enumerate(rows):
-            _store(builder, row, builder.gep(target, [builder.mul(_int(i), target_stride)]))
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-transpose_16 = intrinsic(_transpose_16)
