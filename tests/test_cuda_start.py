@@ -19,7 +19,9 @@ SOURCES = {
     "few.cu",
     "pointwise.cu",
     "product.cu",
+    "runs.cuh",
     "sampling.cu",
+    "selection.cuh",
 }
 
 

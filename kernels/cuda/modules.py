@@ -13,6 +13,7 @@ from kernels.ops import KernelError
 
 FOLDER = Path(__file__).parent
 PRELUDE = ("common.cuh", "blocks.cuh")
+_BEFORE = {"few.cu": ("runs.cuh",), "sampling.cu": ("selection.cuh",)}
 NULL = np.uint64(0)  # a pointer argument that is not there
 MAX_GRID_Y = 65535
 
@@ -28,7 +29,7 @@ def get_kernel(file: str, name: str) -> Any:
 @functools.cache
 def _kernel(file: str, name: str, device: int) -> Any:
     module = cp.RawModule(
-        code="".join(_source(part) for part in (*PRELUDE, file)),
+        code="".join(_source(part) for part in (*PRELUDE, *_BEFORE.get(file, ()), file)),
         options=("-std=c++17", f"-I{_headers()}"),
         name_expressions=[name] if "<" in name else None,
     )
