@@ -7,6 +7,7 @@
     python -m scripts.bench plan    --model MODEL      what a job was predicted to take
     python -m scripts.bench stream  --model MODEL      a model that streams, by rows on board
     python -m scripts.bench placement --model MODEL    interleaved against contiguous layers
+    python -m scripts.bench memory  --model MODEL --memory SIZE   what a job's actor takes
 
 Figures are medians of interleaved repeats. `--json FILE` keeps every sample.
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from scripts.bench_engine import bench_decode, bench_prefill
 from scripts.bench_job import bench_job
+from scripts.bench_memory import bench_memory
 from scripts.bench_peer import bench_peer
 from scripts.bench_plan import bench_plan
 from scripts.bench_report import Report, machine_facts
@@ -34,6 +36,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace], Report]] = {
     "plan": bench_plan,
     "stream": bench_stream,
     "placement": bench_placement,
+    "memory": bench_memory,
 }
 
 
@@ -46,7 +49,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens decoded per row")
     parser.add_argument("--job-rows", type=int, default=600, help="rows of the job")
-    parser.add_argument("--memory", help="budget of the job, such as 1.5GiB (plan)")
+    parser.add_argument("--memory", help="budget of the job, such as 1.5GiB (plan, memory)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--kv-type", choices=["f32", "f16"], default="f32")
     parser.add_argument("--reader", choices=["auto", "direct", "mmap"], default="auto")
