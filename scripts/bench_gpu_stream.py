@@ -147,7 +147,7 @@ Sweeps = Callable[[Engine], tuple[float, int, int]]
 
 
 def kinds(options: argparse.Namespace) -> dict[str, Sweeps]:
-    """By name, what runs some sweeps of a kind: returns (seconds, tokens, decoded tokens) of one."""
+    """By name, what runs some sweeps of a kind: (seconds, tokens, decoded tokens) of one."""
     return {
         "decode": lambda engine: decode(engine, options),
         "mixed": lambda engine: mixed(engine, options),

@@ -19,7 +19,7 @@ from kernels.cuda.pinned import device_view, pinned_bytes
 from kernels.cuda.plan import MAX_PARTIALS, SweepPlan, plan_sweep
 from kernels.cuda.product import Products
 from kernels.cuda.recordings import Recordings
-from kernels.cuda.scratch import Scratch
+from kernels.cuda.scratch import Scratch, free_unused
 from kernels.cuda.uploads import Uploads
 from kernels.ops import (
     PAGE_TOKENS,
@@ -101,6 +101,7 @@ class CudaOps:
 
     def memory_info(self) -> tuple[int, int]:
         """Bytes of the device that no process holds, and all bytes."""
+        free_unused()
         free_nbytes, total_nbytes = self._device.mem_info
         return int(free_nbytes), int(total_nbytes)
 
