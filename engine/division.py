@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.hparams import Hparams
+from engine.model import shared_width
 from engine.placement import spread
 from engine.plan import Budget
 from engine.requests import EngineConfig
@@ -16,12 +17,11 @@ LINK_RING_PARCELS = 3  # a link is steadier than a disk
 STAGING_PARCELS = 2  # of the largest size, in host memory, between disk and device
 
 
-def activations_nbytes(hparams: Hparams, sweep_tokens: int, max_rows: int) -> int:
+def activations_nbytes(
+    hparams: Hparams, sweep_tokens: int, max_rows: int, *, runs_in_order: bool
+) -> int:
     """Bytes of the work buffers of a sweep, logits of one token per row included."""
-    q = hparams.num_heads * hparams.key_length
-    kv = hparams.num_kv_heads * (hparams.key_length + hparams.value_length)
-    attention = hparams.num_heads * hparams.value_length
-    width = 2 * hparams.hidden + 2 * q + kv + attention + 3 * hparams.ffn
+    width = 2 * hparams.hidden + shared_width(hparams, runs_in_order)
     return 4 * sweep_tokens * width + max_rows * row_activations_nbytes(hparams)
 
 

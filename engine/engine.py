@@ -123,6 +123,12 @@ class Engine:
         return self.hparams.context_length
 
     @property
+    def kv_page_nbytes(self) -> int:
+        """Bytes of a KV page, 32 tokens of all layers."""
+        assert self._cache.pool is not None
+        return self._cache.pool.page_nbytes
+
+    @property
     def num_waiting(self) -> int:
         """Rows added that are not on board yet."""
         return len(self._waiting)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.hparams import Hparams, rope_tables
 from engine.weight_stream import WeightStream
 from engine.weights import LayerMatrices, LayerVectors, Weights
@@ -18,23 +20,51 @@ def kv_shape(hparams: Hparams) -> KvShape:
 
 
 class Buffers:
-    """Work buffers of a sweep, allocated once. max_tokens: of it; max_logits: that are wanted"""
+    """Work buffers of a sweep, allocated once. max_tokens: of it; max_logits: that are wanted
+
+    Attention and the feed-forward part share memory where operations run in order.
+    """
 
     def __init__(self, hparams: Hparams, ops: Ops, max_tokens: int, max_logits: int) -> None:
-        def buffer(width: int) -> Float32:
-            return ops.empty(max_tokens, width)
-
-        q_width = hparams.num_heads * hparams.key_length
-        kv_width = hparams.num_kv_heads * (hparams.key_length + hparams.value_length)
-        self.x = buffer(hparams.hidden)
-        self.normed = buffer(hparams.hidden)
-        self.qkv = buffer(q_width + kv_width)
-        self.q = buffer(q_width)
-        self.attention = buffer(hparams.num_heads * hparams.value_length)
-        self.gate_up = buffer(2 * hparams.ffn)
-        self.activated = buffer(hparams.ffn)
+        self.x = ops.empty(max_tokens, hparams.hidden)
+        self.normed = ops.empty(max_tokens, hparams.hidden)
+        attention, feed_forward = attention_widths(hparams), feed_forward_widths(hparams)
+        width = shared_width(hparams, ops.runs_in_order)
+        shared = ops.empty(max_tokens, width)
+        self.qkv, self.q, self.attention = _cut(shared, attention)
+        begin = 0 if ops.runs_in_order else max_tokens * sum(attention)
+        self.gate_up, self.activated = _cut(shared, feed_forward, begin)
         self.head_normed = ops.empty(max_logits, hparams.hidden)
         self.logits = ops.empty(max_logits, hparams.vocab_size)
+
+
+def attention_widths(hparams: Hparams) -> tuple[int, int, int]:
+    """Values per token of: q, k and v together; q; what attention gives."""
+    q = hparams.num_heads * hparams.key_length
+    kv = hparams.num_kv_heads * (hparams.key_length + hparams.value_length)
+    return q + kv, q, hparams.num_heads * hparams.value_length
+
+
+def feed_forward_widths(hparams: Hparams) -> tuple[int, int]:
+    """Values per token of: gate and up; their product."""
+    return 2 * hparams.ffn, hparams.ffn
+
+
+def shared_width(hparams: Hparams, runs_in_order: bool) -> int:
+    """Values per token of both parts, or of the larger where they share memory."""
+    both = sum(attention_widths(hparams)), sum(feed_forward_widths(hparams))
+    return max(both) if runs_in_order else sum(both)
+
+
+def _cut(shared: Float32, widths: Sequence[int], begin: int = 0) -> list[Float32]:
+    """Buffers one behind the other from value `begin` on, each (num_tokens, width)."""
+    num_tokens, buffers = len(shared), []
+    flat = shared.reshape(-1)
+    for width in widths:
+        end = begin + num_tokens * width
+        buffers.append(flat[begin:end].reshape(num_tokens, width))
+        begin = end
+    return buffers
 
 
 class Model:

@@ -204,7 +204,9 @@ class Planner:
         return _Need(
             weights=placed.weights_nbytes,
             ring=placed.ring_nbytes,
-            work=activations_nbytes(self._hparams, tokens, max_rows=0)
+            work=activations_nbytes(
+                self._hparams, tokens, max_rows=0, runs_in_order=self._has_host_tier
+            )
             + budget.fixed_nbytes
             + budget.scratch_nbytes(tokens),
             rows=row_activations_nbytes(self._hparams),

@@ -158,6 +158,7 @@ class Ops(Protocol):
     name: str
     num_workers: int
     default_kv_type: KvType
+    runs_in_order: bool  # one operation after the other, so that buffers may share memory
     frees_pages: bool  # `kv_release` gives memory back, for others to take
 
     def close(self) -> None:
@@ -182,6 +183,9 @@ class Ops(Protocol):
         expand: True for float32 in the product's layout, False to keep the quantised bytes
         Raises UnsupportedTypeError. Not called inside `run`.
         """
+
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes of the device's memory that nobody holds, and all bytes."""
 
     def synchronize(self) -> None:
         """Wait until all operations called so far are done."""

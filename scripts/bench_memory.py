@@ -102,6 +102,6 @@ def cached_nbytes(path: Path) -> int:
         address = ctypes.c_void_p(view.ctypes.data)
         if libc.mincore(address, ctypes.c_size_t(len(view)), pages) != 0:
             raise OSError(ctypes.get_errno(), "mincore failed")
-        found = int((np.frombuffer(pages, np.uint8) & 1).sum()) * mmap.PAGESIZE
+        found = sum(page & 1 for page in bytes(pages)) * mmap.PAGESIZE
         del view
     return found

@@ -105,7 +105,8 @@ def test_no_tier_takes_more_than_its_budget_and_every_part_is_in_one(
     used = plan.weights_nbytes + plan.ring_nbytes + plan.activations_nbytes + plan.kv_nbytes
     assert used <= device
     assert plan.host_nbytes <= host
-    buffers = activations_nbytes(sized_hparams(len(model.layers)), plan.sweep_tokens, plan.max_rows)
+    hparams = sized_hparams(len(model.layers))
+    buffers = activations_nbytes(hparams, plan.sweep_tokens, plan.max_rows, runs_in_order=True)
     assert plan.activations_nbytes == buffers + 10 * MIB + scratch_nbytes(plan.sweep_tokens)
     assert 1 <= plan.max_rows <= plan.sweep_tokens
 

@@ -62,6 +62,7 @@ class CpuOps:
 
     name = "cpu"
     default_kv_type = DEFAULT_KV_TYPE
+    runs_in_order = False  # a worker goes on with its tokens while another is behind
     frees_pages = True
 
     def __init__(self, num_threads: int | None = None) -> None:

@@ -66,6 +66,7 @@ class CudaOps:
     """
 
     name = "cuda"
+    runs_in_order = True
     frees_pages = False  # device memory stays with its pool
     default_kv_type: KvType = "f16"
     num_workers = 1
