@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from kernels.choices import Choices, Edits, Rows
 from kernels.cpu import attention, pointwise, product, sampling
@@ -112,6 +113,10 @@ class CpuOps:
             parts=parts,
             owners=(panels,),
         )
+
+    def memory_info(self) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return int(memory.available), int(memory.total)
 
     def synchronize(self) -> None:
         pass  # `run` has waited
