@@ -21,7 +21,7 @@ struct Quad {
   }
 };
 
-// parts: (groups, runs, 17, 8 tokens, 4 quads); the 17th step holds the sums of each 16 inputs.
+// parts: (groups, runs, 8 tokens, 17, 4 quads); the 17th step holds the sums of each 16 inputs.
 // scales: (groups, runs, 8), the power of two by which those of a token are to be multiplied.
 // A block per run and group of 8 tokens, a warp per token.
 extern "C" __global__ void __launch_bounds__(kTokens* kWarp)
@@ -51,11 +51,11 @@ extern "C" __global__ void __launch_bounds__(kTokens* kWarp)
   for (int i = 0; i < 4; ++i) sums[i] = __shfl_sync(~0u, sum, lane % 4 * 8 + 2 * i);
 
   const i64 group_run = blockIdx.y * i64(gridDim.x) + run;
-  uint4* target = parts + group_run * kRunParts * kWarp + warp * 4;
+  uint4* target = parts + (group_run * kTokens + warp) * kRunParts * 4;
   const int step = lane / 2, quad = lane % 2 * 2;
-  target[step * kWarp + quad] = Quad(values).packed;
-  target[step * kWarp + quad + 1] = Quad(values + 4).packed;
-  if (lane < 4) target[kSteps * kWarp + lane] = Quad(sums).packed;
+  target[step * 4 + quad] = Quad(values).packed;
+  target[step * 4 + quad + 1] = Quad(values + 4).packed;
+  if (lane < 4) target[kSteps * 4 + lane] = Quad(sums).packed;
   if (lane == 0) scales[group_run * kTokens + warp] = exponent_of_two(exponent);
 }
 
@@ -71,44 +71,93 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// A warp's outputs' bytes of a run, in kStages places. Four threads take a row's 64 bytes at a time.
+// What a block multiplies: `kTiles * 8` outputs, then those gridDim.x times as many further on, and so
+// on, of each eight runs at a time. Their bytes come to kStages places in turn. A warp copies every
+// eighth row, 512 bytes in a row at a time: whole lines, which is what memory is fast at.
 template <typename Type, int kTiles, int kStages>
 struct Ring {
   using Run = Runs<Type>;
-  static constexpr int kStageBytes = kTiles * 8 * Run::kStride;
+  static constexpr int kRows = kTiles * 8, kBytes = 8 * Run::kBytes, kPieces = kBytes / 16;
+  static constexpr int kStageBytes = kRows * Run::kStride;
+  const u8* blocks;
+  int num_outputs, row_nbytes;
   u32 target;
+  int stage = 0, first_row, left;  // next to be fetched; pieces of a row from the thread's on
   const u8* sources[kTiles];
 
-  // first: the block's first row. Rows from `last` on repeat that one.
-  __device__ __forceinline__ Ring(const u8* stages, const u8* first, int row_nbytes, int last) {
-    const int warp = threadIdx.x / kWarp, row = threadIdx.x % kWarp / 4, inside = threadIdx.x % 4 * 16;
-    target = u32(__cvta_generic_to_shared(stages)) + row * Run::kStride + inside;
+  __device__ __forceinline__ Ring(const u8* shared, const u8* blocks, int num_outputs,
+                                  int row_nbytes)
+      : blocks(blocks), num_outputs(num_outputs), row_nbytes(row_nbytes) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    target = u32(__cvta_generic_to_shared(shared)) + warp * Run::kStride + lane * 16;
+    begin_rows(blockIdx.x * kRows);
+  }
+
+  __device__ __forceinline__ void begin_rows(int first) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    first_row = first;
+    left = row_nbytes / 16 - lane;
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      sources[tile] = first + min(tile * 8 + row, last) * i64(row_nbytes) +
-                      (warp * Run::kBytes & ~15) + inside;
+    for (int tile = 0; tile < kTiles; ++tile) {  // rows past the last repeat it
+      const int row = min(first_row + tile * 8 + warp, num_outputs - 1);
+      sources[tile] = blocks + row * i64(row_nbytes) + lane * 16;
     }
   }
 
-  // The next of the warp's runs.
-  __device__ __forceinline__ void fetch(int stage) {
+  // The next eight runs of the rows, or the first of the next rows, where there are any.
+  __device__ __forceinline__ void fetch() {
+    if (first_row < num_outputs) {
+      const int lane = threadIdx.x % kWarp, end = min(left, kPieces - lane);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int piece = 0; piece < kPieces; piece += kWarp) {
+          const u32 to = target + stage * kStageBytes + tile * 8 * Run::kStride + piece * 16;
+          if (piece < end) copy_async(to, sources[tile] + piece * 16);
+        }
+        sources[tile] += kBytes;
+      }
+      left -= kPieces;
+      if (left + lane <= 0) begin_rows(first_row + gridDim.x * kRows);
+    }
+    end_copies();
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
+};
+
+// Sums of the warps, in their order: (8 warps, 8 tokens, outputs) in shared memory.
+template <int kTiles>
+struct Totals {
+  static constexpr int kRows = kTiles * 8;
+  float* values;
+  __device__ __forceinline__ void put(const float (&sums)[kTiles][2]) const {
+    const int warp = threadIdx.x / kWarp, quad = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-      for (int piece = 0; piece < Run::kPieces; piece += 4) {
-        const u32 to = target + stage * kStageBytes + tile * 8 * Run::kStride + piece * 16;
-        if (piece + 4 <= Run::kPieces || threadIdx.x % 4 < Run::kPieces - piece) {
-          copy_async(to, sources[tile] + piece * 16);
-        }
+      for (int j = 0; j < 2; ++j) {
+        values[(warp * kTokens + quad) * kRows + tile * 8 + t * 2 + j] = sums[tile][j];
       }
-      sources[tile] += Run::kEighth;
     }
+  }
+  __device__ __forceinline__ void store(int first_row, int num_tokens, int num_outputs, int stride,
+                                        const float* __restrict__ bias, int accumulate,
+                                        float* __restrict__ out) const {
+    const int token = threadIdx.x / kRows, row = threadIdx.x % kRows, output = first_row + row;
+    if (token >= num_tokens || output >= num_outputs) return;
+    float total = values[token * kRows + row];
+    for (int warp = 1; warp < kRunWarps; ++warp) {
+      total += values[(warp * kTokens + token) * kRows + row];
+    }
+    float* target = out + i64(token) * stride + output;
+    const float start = accumulate ? *target : 0.0f;
+    *target = start + (bias ? bias[output] : 0.0f) + total;
   }
 };
 
 // out (num_tokens, stride) = or += tokens · weightᵀ (+ bias), columns [0, num_outputs); num_tokens up
-// to 8. A block of 8 warps: kTiles * 8 outputs; each warp takes every eighth run. kBlocks: how many are
-// to be in a processor at once.
+// to 8. Of eight runs each of a block's 8 warps takes one. kBlocks: how many blocks are to be in a
+// processor at once.
 template <typename Type, int kTiles, int kStages, int kBlocks>
 __global__ void __launch_bounds__(kRunWarps* kWarp, kBlocks)
     few_product(int num_tokens, int num_outputs, int num_runs, int row_nbytes, int stride,
@@ -118,72 +167,49 @@ __global__ void __launch_bounds__(kRunWarps* kWarp, kBlocks)
   using Run = Runs<Type>;
   constexpr int kRows = kTiles * 8, kStageBytes = kRows * Run::kStride;
   extern __shared__ __align__(16) u8 shared[];
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, quad = lane / 4, t = lane % 4;
-  const int first_row = blockIdx.x * kRows;
-  const u8* stages = shared + warp * kStages * kStageBytes;
-  Ring<Type, kTiles, kStages> ring(stages, blocks + first_row * i64(row_nbytes), row_nbytes,
-                                   num_outputs - 1 - first_row);
-  int left = (num_runs - warp + kRunWarps - 1) / kRunWarps, left_to_fetch = left;
+  const int warp = threadIdx.x / kWarp, quad = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+  const Totals<kTiles> totals{reinterpret_cast<float*>(shared + kStages * kStageBytes)};
+  Ring<Type, kTiles, kStages> ring(shared, blocks, num_outputs, row_nbytes);
 #pragma unroll
-  for (int ahead = 0; ahead < kStages - 1; ++ahead) {
-    if (left_to_fetch-- > 0) ring.fetch(ahead);
-    end_copies();
-  }
+  for (int ahead = 0; ahead < kStages - 1; ++ahead) ring.fetch();
   // Rows of tokens that are not there repeat the last one; what they give is not stored.
   const int token = min(quad, num_tokens - 1);
   Source source;
-  source.tokens = parts + i64(warp) * kRunParts * kWarp + token * 4 + t;
   source.t = t;
-  source.skew = warp * Run::kBytes % 16;
+  source.skew = warp * Run::kBytes % 4;
   source.magic = kMagic | u32(num_tokens >> 31);  // not known to the compiler: see `fields`
-  const float* scale = scales + warp * kTokens + token;
-  float sums[kTiles][2] = {};
-  for (int stage = 0; left > 0; --left) {
-    if (left_to_fetch-- > 0) ring.fetch(stage == 0 ? kStages - 1 : stage - 1);
-    end_copies();
-    uint4 first[4];
-    source.load<0, kFirstStep<Type>>(first);
-    const float run_scale = __ldg(scale);
-    wait_copies<kStages - 1>();
-    __syncwarp();
-    const u8* rows = stages + stage * kStageBytes;
-    source.decoded = rows + quad * Run::kStride + (source.skew & ~3);
-    source.summed = rows + t * 2 * Run::kStride;
-    float run_sums[kTiles][2] = {};
-    Run::add(source, first, run_sums);
+  int stage = 0;
+  for (int first_row = blockIdx.x * kRows; first_row < num_outputs; first_row += gridDim.x * kRows) {
+    float sums[kTiles][2] = {};
+    for (int run = warp; run < num_runs + warp; run += kRunWarps) {
+      const int at = min(run, num_runs - 1) * kTokens + token;
+      source.tokens = parts + at * kRunParts * 4 + t;
+      uint4 first[4];
+      source.load<0, kFirstStep<Type>>(first);
+      const float run_scale = run < num_runs ? __ldg(scales + at) : 0.0f;
+      wait_copies<kStages - 2>();
+      __syncthreads();  // all have copied what is next, and are done with what came before it
+      ring.fetch();
+      if (run < num_runs) {
+        const u8* bytes = shared + stage * kStageBytes + warp * Run::kBytes;
+        source.decoded = bytes + quad * Run::kStride - source.skew;
+        source.summed = bytes + t * 2 * Run::kStride;
+        float run_sums[kTiles][2] = {};
+        Run::add(source, first, run_sums);
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
+        for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        sums[tile][j] = __fmaf_rn(run_scale, run_sums[tile][j], sums[tile][j]);
+          for (int j = 0; j < 2; ++j) {
+            sums[tile][j] = __fmaf_rn(run_scale, run_sums[tile][j], sums[tile][j]);
+          }
+        }
       }
+      stage = stage == kStages - 1 ? 0 : stage + 1;
     }
-    source.tokens += kRunWarps * kRunParts * kWarp;
-    scale += kRunWarps * kTokens;
-    stage = stage == kStages - 1 ? 0 : stage + 1;
-    __syncwarp();
+    totals.put(sums);
+    __syncthreads();
+    totals.store(first_row, num_tokens, num_outputs, stride, bias, accumulate, out);
   }
-
-  wait_copies<0>();
-  __syncthreads();
-  float* totals = reinterpret_cast<float*>(shared);  // (8 warps, 8 tokens, outputs)
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      totals[(warp * kTokens + quad) * kRows + tile * 8 + t * 2 + j] = sums[tile][j];
-    }
-  }
-  __syncthreads();
-  const int to = threadIdx.x / kRows, row = threadIdx.x % kRows, output = first_row + row;
-  if (to >= num_tokens || output >= num_outputs) return;
-  float total = totals[to * kRows + row];
-  for (int other = 1; other < kRunWarps; ++other) {
-    total += totals[(other * kTokens + to) * kRows + row];
-  }
-  float* target = out + i64(to) * stride + output;
-  const float start = accumulate ? *target : 0.0f;
-  *target = start + (bias ? bias[output] : 0.0f) + total;
 }
 
 // The same for any type and size, by multiply-adds on decoded values: a warp per output, each thread

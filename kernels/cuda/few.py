@@ -21,8 +21,9 @@ from kernels.cuda.scratch import Scratch
 GROUP_TOKENS = 8
 _RUN, _RUN_PARTS, _RUN_WARPS = 256, 17, 8
 _PART_NBYTES = 16 * 32  # of a step of a run: 8 tokens, 4 quads
+_TOTALS_NBYTES = 4 * _RUN_WARPS * GROUP_TOKENS  # of an output
 _PIECE = 16  # bytes that are copied at once
-STRIDES = {"Q4_K": 144, "Q6_K": 240, "Q8_0": 272}  # Runs<Type>::kStride
+STRIDES = {"Q4_K": 1168, "Q6_K": 1680, "Q8_0": 2192}  # Runs<Type>::kStride
 # Tiles of 8 outputs that a block takes, stages of its ring, and blocks that the compiler makes room
 # for in a processor; bytes do not depend on them.
 VARIANTS = {"Q4_K": (2, 2, 3), "Q6_K": (2, 2, 3), "Q8_0": (2, 2, 3)}
@@ -106,11 +107,11 @@ class FewProducts:
         if blocks_for(part.num_outputs, tiles * 8) < self._num_processors:
             tiles = 1
         kernel = get_kernel("few.cu", f"few_product<{part.type_name}, {tiles}, {stages}, {blocks}>")
-        shared = _RUN_WARPS * stages * tiles * 8 * STRIDES[part.type_name]
+        shared = tiles * 8 * (stages * STRIDES[part.type_name] + _TOTALS_NBYTES)
         if kernel.max_dynamic_shared_size_bytes < shared:
             kernel.max_dynamic_shared_size_bytes = shared
         kernel(
-            (blocks_for(part.num_outputs, tiles * 8),),
+            (min(blocks_for(part.num_outputs, tiles * 8), blocks * self._num_processors),),
             (_RUN_WARPS * 32,),
             (
                 np.int32(len(out)),

@@ -50,25 +50,27 @@ struct Source {
   const uint4* tokens;
   int t, skew;
   u32 magic;
-  template <int kFirst, int kStep>  // of steps kFirst, kFirst + kStep, ...
+  __device__ __forceinline__ uint4 step(int number) const {
+    return __ldg(tokens + number * 4);
+  }
+  template <int kFirst, int kStep>  // steps kFirst, kFirst + kStep, ...
   __device__ __forceinline__ void load(uint4 (&x)[4]) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = __ldg(tokens + (kFirst + i * kStep) * kWarp);
+    for (int i = 0; i < 4; ++i) x[i] = step(kFirst + i * kStep);
   }
   // Fields of two bytes' bits as halves above 1024; one instruction.
   __device__ __forceinline__ u32 fields(u32 word, u32 mask) const { return word & mask | magic; }
 };
 
-// Types whose blocks go to the tensor cores. A run of a row is kPieces pieces of 16 bytes, of which
-// the run's first byte is at `skew`; the eighth run from there begins kEighth bytes on. Rows lie
-// kStride apart in shared memory, by 4 words more or less than a multiple of 32, so that threads of
-// all rows read words without conflict.
+// Types whose blocks go to the tensor cores. A run of a row is kBytes long. Rows of eight runs lie
+// kStride apart in shared memory: 4 words more than a multiple of 32, so that threads of all rows
+// read words without conflict.
 // add: sums[tile][j] += the run's inputs times output tile * 8 + t * 2 + j, for the thread's token.
 // A thread decodes the output tile * 8 + quad: of each step, inputs 4t to 4t + 3.
 template <typename Type> struct Runs;
 
 template <> struct Runs<Q4_K> {
-  static constexpr int kBytes = 144, kPieces = 9, kStride = 144, kEighth = 8 * 144;
+  static constexpr int kBytes = 144, kStride = 8 * kBytes + 16;
 
   template <int kTiles>
   struct Scales {  // of eight groups of 32 inputs: kernels/quants.py, _k_scales
@@ -120,7 +122,7 @@ template <> struct Runs<Q4_K> {
     chunk<kTiles, 1>(source, k, second, c);
     source.load<12, 1>(fourth);
     chunk<kTiles, 2>(source, k, third, c);
-    const uint4 token_sums = __ldg(source.tokens + kSteps * kWarp);
+    const uint4 token_sums = source.step(kSteps);
     chunk<kTiles, 3>(source, k, fourth, c);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -140,7 +142,7 @@ template <> struct Runs<Q4_K> {
 };
 
 template <> struct Runs<Q6_K> {
-  static constexpr int kBytes = 210, kPieces = 14, kStride = 240, kEighth = 8 * 210;
+  static constexpr int kBytes = 210, kStride = 8 * kBytes;
 
   // Four bytes of the thread's output, `at` bytes from the run's first.
   static __device__ __forceinline__ u32 load(const Source& source, int tile, int at) {
@@ -205,7 +207,7 @@ template <> struct Runs<Q6_K> {
     load_scales<kTiles, 1>(source, scales);
     source.load<9, 2>(fourth);
     chunk<kTiles, 1, 0>(source, scales, third, low, high);
-    const uint4 token_sums = __ldg(source.tokens + kSteps * kWarp);
+    const uint4 token_sums = source.step(kSteps);
     chunk<kTiles, 1, 1>(source, scales, fourth, low, high);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -214,7 +216,7 @@ template <> struct Runs<Q6_K> {
                   as_bits(byte_halves(word, 0x301, 128.0f)));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float d = half_at(source.summed + (tile * 8 + j) * kStride + source.skew + 208);
+        const float d = half_at(source.summed + (tile * 8 + j) * kStride + 208);
         const float four = 16.0f * both(low[tile], j);
         const float six = __fmaf_rn(256.0f, both(high[tile], j), four);
         const float all = __fmaf_rn(-32.0f, both(offsets[tile], j), six);
@@ -225,7 +227,7 @@ template <> struct Runs<Q6_K> {
 };
 
 template <> struct Runs<Q8_0> {
-  static constexpr int kBytes = 272, kPieces = 17, kStride = 272, kEighth = 8 * 272;
+  static constexpr int kBytes = 272, kStride = 8 * kBytes + 16;
 
   template <int kTiles, int kPair>  // of blocks: 68 bytes
   static __device__ __forceinline__ void chunk(const Source& source, const uint4 (&x)[4],
