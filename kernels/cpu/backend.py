@@ -96,8 +96,7 @@ class CpuOps:
         panels = zeros((product.num_panels(weight.parts), weight.num_inputs, PANEL), np.float32)
 
         def body(worker: int) -> None:
-            scratch = self._product_scratch[worker]
-            product.expand(worker, self.num_workers, weight.parts, panels, scratch)
+            product.expand(worker, self.num_workers, weight.parts, panels)
 
         self.run(body)
         parts = weight.parts.copy()

@@ -15,7 +15,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu.rows import FLOATS, ROWS, Rows, int_constant, words_constant
-from kernels.cpu.vector import emit_loop, prefetch_line
+from kernels.cpu.vector import PANEL, emit_loop, prefetch_line
+
+Part = Callable[[Rows, Any], None]  # decodes a part: its rows, and its number in the block
 
 _NIBBLES = 0x0F0F0F0F
 _LINE_NBYTES = 64
@@ -108,7 +110,7 @@ def _k_scales(r: Rows) -> tuple[Any, Any]:
     return r.kept(r.scaled_bytes(scales, scale)), r.kept(r.scaled_bytes(minimums, least))
 
 
-def _q4_k(r: Rows) -> None:
+def _q4_k(r: Rows) -> Part:
     scales, offsets = _k_scales(r)
 
     def part(p: Rows, index: Any) -> None:
@@ -119,10 +121,10 @@ def _q4_k(r: Rows) -> None:
             for i, column in enumerate(columns):
                 p.put_bytes(32 * half + 4 * i, p.field(column, 4 * half, _NIBBLES), scale, offset)
 
-    r.parts(4, 32, 64, part)
+    return part
 
 
-def _q5_k(r: Rows) -> None:
+def _q5_k(r: Rows) -> Part:
     scales, offsets = _k_scales(r)
     bits = r.kept([*r.words(16), *r.words(32)])
 
@@ -137,10 +139,10 @@ def _q5_k(r: Rows) -> None:
                 high = p.field(p.from_kept(bits, i), shift, 0x01010101, up=4)
                 p.put_bytes(32 * half + 4 * i, p.builder.or_(low, high), scale, offset)
 
-    r.parts(4, 32, 64, part)
+    return part
 
 
-def _q6_k(r: Rows) -> None:
+def _q6_k(r: Rows) -> Part:
     scales = r.kept(r.scaled_bytes(r.words(192), r.scaled_down(r.scaled_down(r.half(208)))))
 
     def part(p: Rows, index: Any) -> None:
@@ -155,10 +157,10 @@ def _q6_k(r: Rows) -> None:
             q = p.less(p.builder.or_(low, high), 32)
             p.put_bytes(4 * at, q, p.from_kept(scales, group))
 
-    r.parts(2, 64, 128, part)
+    return part
 
 
-def _q2_k(r: Rows) -> None:
+def _q2_k(r: Rows) -> Part:
     packed = r.words(0)
     scale = r.scaled_down(r.scaled_down(r.half(80)))
     least = r.builder.fneg(r.scaled_down(r.half(82)))
@@ -172,7 +174,7 @@ def _q2_k(r: Rows) -> None:
             q = p.field(columns[at % 8], at // 8 * 2, 0x03030303)
             p.put_bytes(4 * at, q, p.from_kept(scales, group), p.from_kept(offsets, group))
 
-    r.parts(2, 32, 128, part)
+    return part
 
 
 def _q3_k_scales(r: Rows) -> Any:
@@ -193,7 +195,7 @@ def _q3_k_scales(r: Rows) -> Any:
     return r.kept(r.scaled_bytes([r.less(word, 32) for word in joined], scale))
 
 
-def _q3_k(r: Rows) -> None:
+def _q3_k(r: Rows) -> Part:
     scales = _q3_k_scales(r)
     bits = r.kept([*r.words(0), *r.words(16)])
 
@@ -208,33 +210,45 @@ def _q3_k(r: Rows) -> None:
             q = p.less(p.builder.or_(low, high), 4)
             p.put_bytes(4 * at, q, p.from_kept(scales, group))
 
-    r.parts(2, 32, 128, part)
+    return part
 
 
-def _decoder(emit: Callable[[Rows], None], block_nbytes: int, block_size: int) -> Any:
-    """An intrinsic; its arguments are those of `decode` below."""
+def _decoder(
+    prepare: Callable[[Rows], Part], part_nbytes: int, part_size: int, share_nbytes: int
+) -> Any:
+    """An intrinsic; its arguments are those of `decode` below.
+
+    share_nbytes: of a block's bytes, a part's share
+    """
     bytes_, floats = types.CPointer(types.uint8), types.CPointer(types.float32)
-    signature = types.void(bytes_, types.int64, types.int64, types.int64, floats, types.int64)
+    signature = types.void(bytes_, *[types.int64] * 4, floats, types.int64)
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        source, row_nbytes, last_row, num_blocks, tile, ahead = args
-        begins = []
+        source, row_nbytes, last_row, begin, end, tile, ahead = args
+        rows = []
         for row in range(ROWS):
             inside = builder.icmp_signed("<", int_constant(row), last_row)
             index = builder.select(inside, int_constant(row), last_row)
-            begins.append(builder.gep(source, [builder.mul(index, row_nbytes)]))
-        first = Rows(builder, begins, tile)
+            rows.append(builder.gep(source, [builder.mul(index, row_nbytes)]))
+        part = prepare(Rows(builder, rows, tile))
+        first = builder.sdiv(begin, int_constant(part_size))
+        count = builder.sub(builder.sdiv(end, int_constant(part_size)), first)
 
-        def block(index: Any, _values: list[Any]) -> list[Any]:
-            here = first.moved(index, block_nbytes, block_size)
-            for row in here.rows:
-                for line in range(0, block_nbytes, _LINE_NBYTES):
-                    soon = builder.gep(row, [builder.add(ahead, int_constant(line))])
-                    prefetch_line(builder, soon, write=False)
-            emit(here)
+        def step(number: Any, _values: list[Any]) -> list[Any]:
+            index = builder.add(first, number)
+            soon = builder.add(ahead, builder.mul(index, int_constant(share_nbytes)))
+            for row in rows:
+                for line in range(0, share_nbytes, _LINE_NBYTES):
+                    at = builder.add(soon, int_constant(line))
+                    prefetch_line(builder, builder.gep(row, [at]), write=False)
+            moved_rows = [
+                builder.gep(row, [builder.mul(index, int_constant(part_nbytes))]) for row in rows
+            ]
+            target = builder.gep(tile, [builder.mul(number, int_constant(part_size * PANEL))])
+            part(Rows(builder, moved_rows, target), index)
             return []
 
-        emit_loop(builder, num_blocks, [], block)
+        emit_loop(builder, count, [], step)
         return context.get_dummy_value()
 
     def decode(
@@ -242,7 +256,8 @@ def _decoder(emit: Callable[[Rows], None], block_nbytes: int, block_size: int) -
         source: Any,
         row_nbytes: Any,
         last_row: Any,
-        num_blocks: Any,
+        begin: Any,
+        end: Any,
         tile: Any,
         ahead: Any,
     ) -> Any:
@@ -251,19 +266,27 @@ def _decoder(emit: Callable[[Rows], None], block_nbytes: int, block_size: int) -
     return intrinsic(decode)
 
 
-# (source, row_nbytes, last_row, num_blocks, tile, ahead): tile[k, row] = value k of a row, for
-# 8 rows that are `row_nbytes` apart; rows after the last repeat it. The line `ahead` bytes after
-# each one read is asked for. F32, F16 and BF16: blocks of 4, 16 and 8 values.
-f32_columns = _decoder(_f32, 16, 4)
-f16_columns = _decoder(_f16, 32, 16)
-bf16_columns = _decoder(_bf16, 16, 8)
-q4_0_columns = _decoder(_q4_0, 18, 32)
-q4_1_columns = _decoder(_q4_1, 20, 32)
-q5_0_columns = _decoder(_q5_0, 22, 32)
-q5_1_columns = _decoder(_q5_1, 24, 32)
-q8_0_columns = _decoder(_q8_0, 34, 32)
-q2_k_columns = _decoder(_q2_k, 84, 256)
-q3_k_columns = _decoder(_q3_k, 110, 256)
-q4_k_columns = _decoder(_q4_k, 144, 256)
-q5_k_columns = _decoder(_q5_k, 176, 256)
-q6_k_columns = _decoder(_q6_k, 210, 256)
+def _block_decoder(emit: Callable[[Rows], None], block_nbytes: int, block_size: int) -> Any:
+    """A decoder whose parts are blocks."""
+    return _decoder(
+        lambda _rows: lambda rows, _index: emit(rows), block_nbytes, block_size, block_nbytes
+    )
+
+
+# (source, row_nbytes, last_row, begin, end, tile, ahead): tile[k - begin, row] = value k of a
+# row, for k in [begin, end) and 8 rows that are `row_nbytes` apart; rows after the last repeat
+# it. A K type decodes within a block, whole parts of 64 or 128 values; the others whole blocks,
+# of 4, 16 and 8 values in F32, F16 and BF16. The bytes `ahead` bytes later are asked for.
+f32_columns = _block_decoder(_f32, 16, 4)
+f16_columns = _block_decoder(_f16, 32, 16)
+bf16_columns = _block_decoder(_bf16, 16, 8)
+q4_0_columns = _block_decoder(_q4_0, 18, 32)
+q4_1_columns = _block_decoder(_q4_1, 20, 32)
+q5_0_columns = _block_decoder(_q5_0, 22, 32)
+q5_1_columns = _block_decoder(_q5_1, 24, 32)
+q8_0_columns = _block_decoder(_q8_0, 34, 32)
+q2_k_columns = _decoder(_q2_k, 32, 128, 42)
+q3_k_columns = _decoder(_q3_k, 32, 128, 55)
+q4_k_columns = _decoder(_q4_k, 32, 64, 36)
+q5_k_columns = _decoder(_q5_k, 32, 64, 44)
+q6_k_columns = _decoder(_q6_k, 64, 128, 105)

@@ -5,7 +5,7 @@
 
 added from left to right; start is zero, the bias, the value in out (accumulate), or out + bias.
 A weight is cut into panels of 32 outputs. Expanded panels are float32 (K, 32); quantised ones are
-decoded into such a tile, 256 inputs at a time, and go through the same chains.
+decoded into such a tile, 128 or 256 inputs at a time, and go through the same chains.
 
 Work is split by tokens (each worker reads all weights, no barrier), or by units: one panel times
 `UNIT_TOKENS` tokens, in panel order, a range for each worker, with a barrier before and after.
@@ -34,7 +34,7 @@ from kernels.cpu.jit import (
     kernel,
 )
 from kernels.cpu.memory import advance, bytes_at, bytes_of, floats_at, get, pointer, put
-from kernels.cpu.vector import MAX_ROWS, PANEL, panel_add, panel_store
+from kernels.cpu.vector import MAX_ROWS, PANEL, panel_add, panel_continue
 
 K_STEP = 256
 UNIT_TOKENS = 8
@@ -50,9 +50,13 @@ ADDRESS, ROW_NBYTES, TYPE_ID, BLOCK_SIZE, BLOCK_NBYTES, NUM_OUTPUTS, FIRST_OUTPU
 PART_FIELDS = 8
 EXPANDED = -1  # TYPE_ID of float32 panels
 
-# Per-worker scratch in floats: a decoded tile, the block sums of a narrow panel.
-_TILE_AT, _NARROW_AT = 0, PANEL * K_STEP
-SCRATCH_LEN = _NARROW_AT + PANEL * MAX_ROWS
+# For few tokens quantised weights are decoded in strips, whose tiles stay in a first-level cache.
+FEW_TOKENS = 16
+STRIP = 128  # inputs
+
+# Per-worker scratch in floats: a decoded tile, the block sums of few tokens or a narrow panel.
+_TILE_AT, _SUMS_AT = 0, PANEL * K_STEP
+SCRATCH_LEN = _SUMS_AT + PANEL * max(FEW_TOKENS, MAX_ROWS)
 
 
 @inlined
@@ -69,64 +73,31 @@ def _start(out: Any, stride: int, rows: int, columns: int, bias: Any, accumulate
 
 
 @inlined
-def _add_block(
-    x: Any,
-    tile: Any,
-    out: Any,
-    rows: int,
-    length: int,
-    num_inputs: int,
-    num_outputs: int,
-    columns: int,
-    narrow: Any,
-) -> None:
-    """Add one block's sums to out: `rows` tokens, `columns` outputs of a panel."""
-    ahead = advance(bytes_of(tile), _AHEAD_NBYTES)
-    for row in range(0, rows, MAX_ROWS):
-        count = min(MAX_ROWS, rows - row)
-        x_row = advance(x, row * num_inputs)
-        target = advance(out, row * num_outputs)
-        if columns == PANEL:
-            panel_add(
-                count,
-                x_row,
-                tile,
-                target,
-                length,
-                num_inputs,
-                PANEL,
-                num_outputs,
-                ahead,
-                PANEL * 4,
-            )
-            continue
-        panel_store(count, x_row, tile, narrow, length, num_inputs, PANEL, PANEL, ahead, PANEL * 4)
-        for i in range(count):
-            for j in range(columns):
-                at = i * num_outputs + j
-                put(target, at, get(target, at) + get(narrow, i * PANEL + j))
-
-
-@inlined
-def _tile(part: Any, panel: int, k: int, length: int, num_inputs: int, scratch: Any) -> Any:
-    """Inputs [k, k + length) of a panel as float32 (length, 32)."""
-    if part[TYPE_ID] == EXPANDED:
-        return floats_at(part[ADDRESS] + 4 * (panel * num_inputs + k) * PANEL)
-    tile = pointer(scratch, _TILE_AT)
-    _decode(part, panel, k, length, num_inputs, tile)
-    return tile
+def _nbytes(part: Any, num_inputs: int) -> Any:
+    return num_inputs // part[BLOCK_SIZE] * part[BLOCK_NBYTES]
 
 
 @inlined
 def _decode(part: Any, panel: int, k: int, length: int, num_inputs: int, tile: Any) -> None:
-    row, row_nbytes = panel * PANEL, part[ROW_NBYTES]
-    at = row * row_nbytes + k // part[BLOCK_SIZE] * part[BLOCK_NBYTES]
-    rows = min(PANEL, part[NUM_OUTPUTS] - row)
-    ahead = K_STEP // part[BLOCK_SIZE] * part[BLOCK_NBYTES]
-    if k + K_STEP >= num_inputs:  # next are the first inputs of the next panel
-        ahead = PANEL * row_nbytes - k // part[BLOCK_SIZE] * part[BLOCK_NBYTES]
-    source = bytes_at(part[ADDRESS] + at)
-    dequantize_tile(part[TYPE_ID], source, row_nbytes, rows, length, tile, ahead)
+    """Inputs [k, k + length) of a panel to a tile; asks for those 256 inputs later."""
+    row_nbytes = part[ROW_NBYTES]
+    rows = min(PANEL, part[NUM_OUTPUTS] - panel * PANEL)
+    block = k // K_STEP * K_STEP
+    source = bytes_at(part[ADDRESS] + panel * PANEL * row_nbytes + _nbytes(part, block))
+    ahead = _nbytes(part, K_STEP)
+    if block + K_STEP >= num_inputs:  # next are the first inputs of the next panel
+        ahead = PANEL * row_nbytes - _nbytes(part, block)
+    begin = k - block
+    dequantize_tile(part[TYPE_ID], source, row_nbytes, rows, begin, begin + length, tile, ahead)
+
+
+@inlined
+def _add_sums(sums: Any, out: Any, rows: int, num_outputs: int, columns: int) -> None:
+    """Add `columns` columns of `rows` rows of block sums to out."""
+    for row in range(rows):
+        line, added = advance(out, row * num_outputs), advance(sums, row * PANEL)
+        for j in range(columns):
+            put(line, j, get(line, j) + get(added, j))
 
 
 @inlined
@@ -142,25 +113,42 @@ def _panel(
     scratch: Any,
 ) -> None:
     """All inputs of one panel for tokens [begin, end)."""
-    num_inputs, num_outputs = x.shape[1], out.shape[1]
+    num_inputs, num_outputs, rows = x.shape[1], out.shape[1], end - begin
     columns = min(PANEL, part[NUM_OUTPUTS] - panel * PANEL)
     column = part[FIRST_OUTPUT] + panel * PANEL
+    first_x = pointer(x, begin * num_inputs)
     target = pointer(out, begin * num_outputs + column)
-    _start(target, num_outputs, end - begin, columns, bias[column:], accumulate)
-    for k in range(0, num_inputs, K_STEP):
-        length = min(K_STEP, num_inputs - k)
-        tile = _tile(part, panel, k, length, num_inputs, scratch)
-        _add_block(
-            pointer(x, begin * num_inputs + k),
-            tile,
-            target,
-            end - begin,
-            length,
-            num_inputs,
-            num_outputs,
-            columns,
-            pointer(scratch, _NARROW_AT),
-        )
+    tile, sums = pointer(scratch, _TILE_AT), pointer(scratch, _SUMS_AT)
+    expanded = part[TYPE_ID] == EXPANDED
+    few = not expanded and rows <= FEW_TOKENS
+    strip = STRIP if few else K_STEP
+    _start(target, num_outputs, rows, columns, bias[column:], accumulate)
+    for k in range(0, num_inputs, strip):
+        length = min(strip, num_inputs - k)
+        if expanded:
+            tile = floats_at(part[ADDRESS] + 4 * (panel * num_inputs + k) * PANEL)
+        else:
+            _decode(part, panel, k, length, num_inputs, tile)
+        begins, ends = k % K_STEP == 0, k % K_STEP + strip == K_STEP or k + strip >= num_inputs
+        ahead = advance(bytes_of(tile), _AHEAD_NBYTES if expanded else 0)
+        for row in range(0, rows, MAX_ROWS):
+            count = min(MAX_ROWS, rows - row)
+            x_row, y = advance(first_x, row * num_inputs + k), advance(target, row * num_outputs)
+            if columns == PANEL and not few:
+                panel_add(
+                    count, x_row, tile, y, length, num_inputs, PANEL, num_outputs, ahead, PANEL * 4
+                )
+                continue
+            # the sums of few tokens wait for the next strip of their block
+            y_sums = advance(sums, row * PANEL if few else 0)
+            if begins:
+                for i in range(count * PANEL):
+                    put(y_sums, i, np.float32(0.0))
+            panel_continue(
+                count, x_row, tile, y_sums, length, num_inputs, PANEL, PANEL, ahead, PANEL * 4
+            )
+            if ends:
+                _add_sums(y_sums, y, count, num_outputs, columns)
 
 
 @inlined
@@ -207,16 +195,16 @@ def _units(
     units = num_panels(parts) * per_panel
     first, begin = divmod(units * worker // num_workers, per_panel)
     last, end = divmod(units * (worker + 1) // num_workers, per_panel)
-    begin, end = begin * UNIT_TOKENS, end * UNIT_TOKENS
-    if first == last:
-        _rectangle(parts, x, out, bias, accumulate, first, first + 1, begin, end, scratch)
-        return
-    if begin > 0:
-        _rectangle(parts, x, out, bias, accumulate, first, first + 1, begin, num_tokens, scratch)
-        first += 1
-    _rectangle(parts, x, out, bias, accumulate, first, last, 0, num_tokens, scratch)
-    if end > 0:
-        _rectangle(parts, x, out, bias, accumulate, last, last + 1, 0, end, scratch)
+    while first < last or (first == last and begin < end):
+        stop, until = first + 1, num_tokens
+        if first == last:
+            until = end * UNIT_TOKENS
+        elif begin == 0:
+            stop = last
+        _rectangle(
+            parts, x, out, bias, accumulate, first, stop, begin * UNIT_TOKENS, until, scratch
+        )
+        first, begin = stop, 0
 
 
 @inlined
@@ -270,8 +258,8 @@ def product(
     return leave_in_turn(barrier, worker, num_workers)
 
 
-@kernel(types.void(I64, I64, I64_MATRIX, F32_PANELS, F32_VECTOR))
-def expand(worker: int, num_workers: int, parts: Any, panels: Any, scratch: Any) -> None:
+@kernel(types.void(I64, I64, I64_MATRIX, F32_PANELS))
+def expand(worker: int, num_workers: int, parts: Any, panels: Any) -> None:
     """Decode this worker's share of quantised parts into panels (num_panels, K, 32)."""
     total, num_inputs = panels.shape[0], panels.shape[1]
     for index in range(total * worker // num_workers, total * (worker + 1) // num_workers):

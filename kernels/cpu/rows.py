@@ -6,14 +6,13 @@ too, and a decoded vector is eight neighbours in a tile (k, 32).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
 
-from kernels.cpu.vector import PANEL, emit_fma, emit_loop
+from kernels.cpu.vector import PANEL, emit_fma
 
 ROWS = 8  # rows of one call
 
@@ -179,7 +178,7 @@ class Rows:
                 value = emit_fma(self.builder, value, scale, offset)
             self.put(at + index, value)
 
-    # ---- loops -----------------------------------------------------------------------------
+    # ---- values picked at run time ---------------------------------------------------------
 
     def kept(self, vectors: list[Any]) -> Any:
         """Put vectors on the stack, to be read by `from_kept` under an index known at run time."""
@@ -201,21 +200,3 @@ class Rows:
             ir.Constant(_WORDS, ir.Undefined), self.builder.trunc(value, _I32), ir.Constant(_I32, 0)
         )
         return self.builder.shuffle_vector(first, first, _mask([0] * ROWS))
-
-    def moved(self, index: Any, nbytes: int, inputs: int) -> Rows:
-        """These rows `index` times `nbytes` bytes, and `index` times `inputs` values, further."""
-        offset = self.builder.mul(index, int_constant(nbytes))
-        rows = [self.builder.gep(row, [offset]) for row in self.rows]
-        values = self.builder.mul(index, int_constant(inputs * PANEL))
-        return Rows(self.builder, rows, self.builder.gep(self.target, [values]))
-
-    def parts(
-        self, count: int, nbytes: int, inputs: int, emit: Callable[[Rows, Any], None]
-    ) -> None:
-        """Emit a loop over the parts of a block: `emit(rows moved to the part, its number)`."""
-
-        def body(index: Any, _values: list[Any]) -> list[Any]:
-            emit(self.moved(index, nbytes, inputs), index)
-            return []
-
-        emit_loop(self.builder, int_constant(count), [], body)

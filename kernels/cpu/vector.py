@@ -35,8 +35,8 @@ def _has_avx512() -> bool:
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512f", False))
 
 
-# 32 wide registers hold 8 rows of a whole panel; with 16 of half the width, 6 rows of half of it.
-MAX_ROWS, _VECTORS = (8, 2) if _has_avx512() else (6, 1)
+# 32 wide registers hold 8 rows of a whole panel; 16 of half the width, 2 rows, or 6 of half of it.
+MAX_ROWS, _WHOLE_ROWS = (8, 8) if _has_avx512() else (6, 2)
 
 
 def _int(value: int) -> ir.Constant:
@@ -108,14 +108,16 @@ def prefetch_line(builder: Any, pointer: Any, *, write: bool) -> None:
     builder.call(function, [pointer, *options])
 
 
-def _emit_chains(builder: Any, rows: int, column: int, mode: str, args: list[Any]) -> None:
-    """`rows` x `_VECTORS` chains over columns [column, column + 16 * _VECTORS)."""
+def _emit_chains(
+    builder: Any, rows: int, column: int, end: int, mode: str, args: list[Any]
+) -> None:
+    """Chains of `rows` rows over columns [column, end)."""
     a, w, out, length, a_stride, w_stride, out_stride, ahead, ahead_stride = args
     a_rows = [builder.gep(a, [builder.mul(_int(row), a_stride)]) for row in range(rows)]
     targets = [
         builder.gep(out, [builder.add(builder.mul(_int(row), out_stride), _int(at))])
         for row in range(rows)
-        for at in range(column, column + _VECTORS * LANES, LANES)
+        for at in range(column, end, LANES)
     ]
     start = [_load(builder, p) for p in targets] if mode == "continue" else [_ZEROS] * len(targets)
 
@@ -123,7 +125,7 @@ def _emit_chains(builder: Any, rows: int, column: int, mode: str, args: list[Any
         base = builder.gep(w, [builder.mul(k, w_stride)])
         soon = builder.gep(ahead, [builder.mul(k, ahead_stride)])
         weights = []
-        for lane in range(column, column + _VECTORS * LANES, LANES):
+        for lane in range(column, end, LANES):
             prefetch_line(builder, builder.gep(soon, [_int(4 * lane)]), write=False)
             weights.append(_load(builder, builder.gep(base, [_int(lane)])))
         values = [_splat(builder, builder.load(builder.gep(p, [k]))) for p in a_rows]
@@ -151,8 +153,9 @@ def _panel_product(mode: str) -> Any:
         for number, block in enumerate(cases, start=1):
             switch.add_case(_int(number), block)
             builder.position_at_end(block)
-            for column in range(0, PANEL, _VECTORS * LANES):
-                _emit_chains(builder, number, column, mode, rest)
+            width = PANEL if number <= _WHOLE_ROWS else LANES
+            for column in range(0, PANEL, width):
+                _emit_chains(builder, number, column, column + width, mode, rest)
             builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
