@@ -9,6 +9,8 @@ from engine.machine import usable_cores
 from engine.requests import DeviceError, EngineConfig
 from kernels.ops import KernelError, KvType, Ops
 
+MOST_FEW_TOKENS = 8  # sweeps of no more go by products of few tokens on a GPU
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
@@ -45,8 +47,9 @@ def open_ops(config: EngineConfig) -> Ops:
         return CpuOps(config.num_threads or usable_cores())
     from kernels.cuda import cuda_ops
 
+    few = config.sweep_tokens is not None and config.sweep_tokens <= MOST_FEW_TOKENS
     try:
-        return cuda_ops()
+        return cuda_ops(products="few" if few else "tiles")
     except KernelError as error:
         raise DeviceError(str(error)) from error
 

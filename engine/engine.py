@@ -152,6 +152,7 @@ class Engine:
         return {
             "device": self._ops.name,
             "num_threads": self._ops.num_workers,
+            "products": self._ops.product_way,
             "reader": self._reader_name,
             "read_path": self._read_path,
             "architecture": self.hparams.architecture,

@@ -158,6 +158,7 @@ class Ops(Protocol):
     name: str
     num_workers: int
     default_kv_type: KvType
+    product_way: str  # how products are computed, for records
     runs_in_order: bool  # one operation after the other, so that buffers may share memory
     frees_pages: bool  # `kv_release` gives memory back, for others to take
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine import EngineConfig
+from engine.engine import Engine
 from tests import golden
 from tests.test_cuda_engine import logit_error, open_engine, prompts, run_rows
 from tests.test_cuda_ops import open_ops
@@ -48,3 +50,13 @@ def test_rows_alone_in_a_batch_shuffled_and_in_chunks_are_the_same(ops: Any, nam
     for sweep_tokens in (1, 8, 300):
         with open_engine(ops, name, sweep_tokens=sweep_tokens) as engine:
             assert run_rows(engine, requests) == alone, sweep_tokens
+
+
+@pytest.mark.parametrize("sweep_tokens, way", [(8, "few"), (9, "tiles"), (None, "tiles")])
+def test_engines_of_small_sweeps_multiply_few_tokens_and_say_so(
+    sweep_tokens: int | None, way: str
+) -> None:
+    model = golden.load("llama-q4_k_m").model
+    config = EngineConfig(device="gpu", sweep_tokens=sweep_tokens, kv_memory_nbytes=16 << 20)
+    with Engine(model, config) as engine:
+        assert engine.record()["products"] == way

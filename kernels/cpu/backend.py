@@ -63,6 +63,7 @@ class CpuOps:
 
     name = "cpu"
     default_kv_type = DEFAULT_KV_TYPE
+    product_way = "float32"
     runs_in_order = False  # a worker goes on with its tokens while another is behind
     frees_pages = True
 

@@ -16,7 +16,7 @@ from kernels.cuda.few import FewProducts
 from kernels.cuda.matrix import CudaMatrix, DeviceArray
 from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, floats_together, get_kernel
 from kernels.cuda.pinned import device_view, pinned_bytes
-from kernels.cuda.plan import MAX_PARTIALS, SweepPlan, plan_sweep
+from kernels.cuda.plan import PARTIALS_NBYTES, SweepPlan, plan_sweep
 from kernels.cuda.product import Products
 from kernels.cuda.recordings import Recordings
 from kernels.cuda.scratch import Scratch, free_unused
@@ -35,7 +35,6 @@ from kernels.ops import (
 from kernels.quants import BlockTensor
 
 MAX_HEAD = 256
-MAX_PARTIALS_NBYTES = MAX_PARTIALS * (4 * MAX_HEAD + 8)
 _KEY_STEP, _VALUE_STEP = 32, 8  # sizes of a head are padded to, or must be, multiples of these
 _KV_TYPES = {"f32": (np.float32, "float"), "f16": (np.float16, "__half")}
 _THREADS = 256
@@ -82,8 +81,10 @@ class CudaOps:
         self._device = cp.cuda.Device(device)
         self._device.use()
         self.products: Products | FewProducts
-        self.products = FewProducts() if products == "few" else Products(library=library)
-        self._scratch = Scratch()
+        self.product_way: str = products
+        self._scratch = scratch = Scratch()
+        few = products == "few"
+        self.products = FewProducts(scratch) if few else Products(scratch, library=library)
         self._plan_uploads, self._choice_uploads = Uploads(), Uploads()
         self.recordings = Recordings()
 
@@ -110,8 +111,10 @@ class CudaOps:
         self._device.synchronize()
 
     def scratch_nbytes(self, shapes: Sequence[tuple[int, int]], num_tokens: int) -> int:
-        others = MAX_PARTIALS_NBYTES + sampling.ROOM_NBYTES
-        return self.products.scratch_nbytes(shapes, num_tokens) + others
+        nbytes = self.products.buffers(shapes, num_tokens)
+        for name, least in (("sums", PARTIALS_NBYTES), (sampling.ROOM, sampling.ROOM_NBYTES)):
+            nbytes[name] = max(nbytes.get(name, 0), least)
+        return sum(nbytes.values())
 
     def close(self) -> None:
         self.recordings.clear()
@@ -126,7 +129,7 @@ class CudaOps:
         if key is None or plan.key is None:
             self.run(body)
             return
-        moves = (self._scratch.num_moves, self.products.num_moves)
+        moves = self._scratch.num_moves
         with self._device:
             self.recordings.run((key, plan.key, moves), lambda: body(0))
 
@@ -327,8 +330,10 @@ class CudaOps:
         self, num_partials: int, value_length: int
     ) -> tuple[DeviceArray, DeviceArray]:
         count = max(num_partials, 1)
-        sums = self._scratch.take("partial sums", (count * value_length,), cp.float32)
-        return sums, self._scratch.take("partial stats", (count, 2), cp.float32)
+        sums, stats = self._scratch.take_all(
+            "sums", [((count * value_length,), cp.float32), ((count, 2), cp.float32)]
+        )
+        return sums, stats
 
     def swiglu(self, worker: int, plan: SweepPlan, gate_up: Float32, out: Float32) -> None:
         num_tokens, ffn = out.shape

@@ -32,28 +32,25 @@ VARIANTS = {"Q4_K": (2, 2, 3), "Q6_K": (2, 2, 3), "Q8_0": (2, 2, 3)}
 class FewProducts:
     """Products of one device, with the scratch they need."""
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: Scratch) -> None:
         self.variants = dict(VARIANTS)
-        self._scratch = Scratch()
+        self._scratch = scratch
         self._paths: dict[tuple[int, int], tuple[str, int]] = {}
         self._num_processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
 
     def close(self) -> None:
-        self._scratch.clear()
-
-    @property
-    def num_moves(self) -> int:
-        """How often scratch came to lie elsewhere."""
-        return self._scratch.num_moves
+        pass  # it holds nothing of its own
 
     def paths(self) -> dict[tuple[int, int], tuple[str, int]]:
         """What served each shape (num_outputs, num_inputs) so far, and tokens at once."""
         return dict(self._paths)
 
-    def scratch_nbytes(self, shapes: Sequence[tuple[int, int]], num_tokens: int) -> int:
-        """Bytes that products of weights, (num_outputs, num_inputs) each, take at most."""
-        runs = max(blocks_for(num_inputs, _RUN) for _, num_inputs in shapes)
-        return _num_groups(num_tokens) * runs * (_RUN_PARTS * _PART_NBYTES + 4 * GROUP_TOKENS)
+    def buffers(self, shapes: Sequence[tuple[int, int]], num_tokens: int) -> dict[str, int]:
+        """Bytes of scratch, by name, that products of weights (num_outputs, num_inputs) take."""
+        runs = _num_groups(num_tokens) * max(
+            blocks_for(num_inputs, _RUN) for _, num_inputs in shapes
+        )
+        return {"x": runs * (_RUN_PARTS * _PART_NBYTES + 4 * GROUP_TOKENS) + 1024}
 
     def matmul(
         self,
@@ -85,8 +82,13 @@ class FewProducts:
     def _split(self, x: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
         num_tokens, num_inputs = x.shape
         groups, runs = _num_groups(num_tokens), num_inputs // _RUN
-        parts = self._scratch.take("parts", (groups, runs, _RUN_PARTS * _PART_NBYTES), cp.uint8)
-        scales = self._scratch.take("scales", (groups, runs, GROUP_TOKENS), cp.float32)
+        parts, scales = self._scratch.take_all(
+            "x",
+            [
+                ((groups, runs, _RUN_PARTS * _PART_NBYTES), cp.uint8),
+                ((groups, runs, GROUP_TOKENS), cp.float32),
+            ],
+        )
         get_kernel("few.cu", "split_tokens")(
             (runs, groups),
             (GROUP_TOKENS * 32,),

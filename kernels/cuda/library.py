@@ -21,10 +21,14 @@ _ONE, _ZERO = c_float(1.0), c_float(0.0)
 
 
 def open_library() -> Library | None:
-    """The library that CuPy uses, or None where it has another name."""
-    from cupy.cuda import cublas
-
-    cublas.getVersion(cp.cuda.Device().cublas_handle)  # makes CuPy load it, from wherever it is
+    """The library that CuPy uses, or None where it is not installed or has another name."""
+    try:
+        from cupy.cuda import cublas
+    except ImportError:
+        return None
+    handle = cublas.create()  # makes CuPy load it, from wherever it is
+    cublas.getVersion(handle)
+    cublas.destroy(handle)
     for name in _NAMES:
         try:
             return Library(ctypes.CDLL(name))

@@ -21,7 +21,7 @@ from kernels.cuda.uploads import Uploads
 from kernels.ops import ATTENTION_BLOCK, PAGE_TOKENS, Batch, Int32, KvShape
 
 TILE_ROWS = 16
-MAX_PARTIALS = 1 << 17  # rows, KV heads and blocks whose partials are in memory at once
+PARTIALS_NBYTES = 32 << 20  # of the partials that are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def attention_tasks(batch: Batch, shape: KvShape, num_heads: int) -> Tasks:
     split = (blocks > 1) & ((tokens == 1) | (rows <= TILE_ROWS))
     partials = np.where(split, rows * blocks * shape.num_kv_heads, 0)
     first_partial = np.cumsum(partials) - partials
-    split &= first_partial + partials <= MAX_PARTIALS
+    split &= first_partial + partials <= PARTIALS_NBYTES // (4 * shape.value_length + 8)
     return Tasks(
         table=_longest_first(_tasks(batch, group, blocks, split, first_partial)),
         merges=_merges(begins, rows, blocks, first_partial, split, group, shape.num_kv_heads),

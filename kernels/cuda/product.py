@@ -12,6 +12,7 @@ our own takes over. Up to eight tiles go together where that, too, gives the byt
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import cupy as cp
 import numpy as np
@@ -24,9 +25,19 @@ from kernels.ops import KernelError
 
 TILE_TOKENS = 256
 TILES_AT_ONCE = (8, 4, 2)
-SLAB_NBYTES = 1 << 29  # halves of a weight that are decoded at once
+SLAB_NBYTES = 1 << 28  # halves of a weight that are decoded at once
+SLAB_STEP = 256
 ALIGNMENT = 512  # of what CuPy allocates
 _THREADS = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """tokens: of a product of `count` rows, some of them perhaps padding; in_place: see matmul"""
+
+    tokens: slice
+    count: int
+    in_place: bool
 
 
 class Products:
@@ -35,22 +46,16 @@ class Products:
     library: use the vendor's product where it passes the check
     """
 
-    def __init__(self, *, library: bool = True) -> None:
+    def __init__(self, scratch: Scratch, *, library: bool = True) -> None:
         self._library = open_library() if library else None
         self._by_library: dict[tuple[int, int], bool] = {}
         self._goes_at_once: dict[tuple[tuple[int, int], int], bool] = {}
         self._in_place: dict[tuple[tuple[int, int], int, int], bool] = {}
-        self._scratch = Scratch()
+        self._scratch = scratch
 
     def close(self) -> None:
-        self._scratch.clear()
         if self._library is not None:
             self._library.close()
-
-    @property
-    def num_moves(self) -> int:
-        """How often scratch came to lie elsewhere."""
-        return self._scratch.num_moves
 
     def paths(self) -> dict[tuple[int, int], tuple[str, int]]:
         """What served each shape (num_outputs, num_inputs) so far, and its most tiles at once."""
@@ -62,18 +67,22 @@ class Products:
             for shape, by_library in self._by_library.items()
         }
 
-    def scratch_nbytes(self, shapes: Sequence[tuple[int, int]], num_tokens: int) -> int:
-        """Bytes that products of such weights take at most, the checks of the library included.
+    def buffers(self, shapes: Sequence[tuple[int, int]], num_tokens: int) -> dict[str, int]:
+        """Bytes of scratch, by name, that products of such weights take at most.
 
         shapes: (num_outputs, num_inputs) of each
         """
         padded = blocks_for(num_tokens, TILE_TOKENS) * TILE_TOKENS
         at_once = min(padded, TILE_TOKENS * TILES_AT_ONCE[0])
-        inputs = max(num_inputs for _, num_inputs in shapes)
-        outputs = max(min(num_outputs, _slab(num_inputs)) for num_outputs, num_inputs in shapes)
-        halves = max(min(n * m, _slab(m) * m) for n, m in shapes)
-        checks = at_once * inputs * 2 + 2 * TILE_TOKENS * outputs * 4
-        return padded * (2 * inputs + 4) + halves * 2 + at_once * outputs * 4 + checks
+        slabs = [(min(n, _slab(n, m)), m) for n, m in shapes]
+        outputs = max(num_outputs for num_outputs, _ in slabs)
+        return {
+            "x": padded * 2 * max(num_inputs for _, num_inputs in slabs),
+            "exponents": padded * 4,
+            "weight": max(num_outputs * num_inputs for num_outputs, num_inputs in slabs) * 2,
+            "sums": at_once * outputs * 4,
+            "checks": TILE_TOKENS * outputs * 5,
+        }
 
     def matmul(
         self,
@@ -87,56 +96,61 @@ class Products:
         num_tokens, num_inputs = x.shape
         if num_tokens == 0:
             return
+        step = _slab(weight.num_outputs, num_inputs)
+        slabs = [slice(at, at + step) for at in range(0, weight.num_outputs, step)]
+        # What was not checked yet is checked now, while scratch holds nothing.
+        steps = [
+            list(self._steps(out[:, slab], num_inputs, whole=bias is None and not accumulate))
+            for slab in slabs
+        ]
         halves, exponents = self._operand(x)
-        slab = _slab(num_inputs)
-        for begin in range(0, weight.num_outputs, slab):
-            end = min(begin + slab, weight.num_outputs)
-            shape, whole = (end - begin, num_inputs), bias is None and not accumulate
-            chunks = list(self._chunks(num_tokens, shape, whole=whole))
-            outputs = self._outputs(weight, begin, end)
-            part_bias = None if bias is None else bias[begin:end]
-            for first, count in chunks:
-                tokens = slice(first, min(first + count, num_tokens))
-                operand, target = halves[first : first + count], out[tokens]
-                columns = target[:, begin:end]
-                if whole and len(target) == count and self._goes_in_place(count, outputs, columns):
-                    self._multiply(operand, outputs, columns)
-                    _rescale(columns, exponents[tokens])
+        for slab, chunks in zip(slabs, steps, strict=True):
+            outputs = self._outputs(weight, slab)
+            part_bias = None if bias is None else bias[slab]
+            for chunk in chunks:
+                tokens, target = chunk.tokens, out[chunk.tokens]
+                operand = halves[tokens.start : tokens.start + chunk.count]
+                if chunk.in_place:
+                    self._multiply(operand, outputs, target[:, slab])
+                    _rescale(target[:, slab], exponents[tokens])
                 else:
-                    sums = self._scratch.take("sums", (count, len(outputs)), cp.float32)
+                    sums = self._scratch.take("sums", (chunk.count, len(outputs)), cp.float32)
                     self._multiply(operand, outputs, sums)
-                    _finish(sums, exponents[tokens], part_bias, accumulate, target, begin)
+                    _finish(sums, exponents[tokens], part_bias, accumulate, target, slab.start)
 
-    def _chunks(
-        self, num_tokens: int, shape: tuple[int, int], *, whole: bool
-    ) -> Iterator[tuple[int, int]]:
-        """(first token, tokens) of the products of a weight's slab; the last may pass the end.
+    def _steps(self, out: DeviceArray, num_inputs: int, *, whole: bool) -> Iterator[_Step]:
+        """The products of a weight's slab, which come to `out`.
 
-        whole: only a single tile may
+        whole: nothing is added, so that they may be written there at once
         """
+        num_tokens, shape = len(out), (out.shape[1], num_inputs)
         first = 0
         while first < num_tokens:
             left = num_tokens - first
             most = max(1, left // TILE_TOKENS) if whole else blocks_for(left, TILE_TOKENS)
             count = TILE_TOKENS * self._tiles(shape, most)
-            yield first, count
+            tokens = slice(first, min(first + count, num_tokens))
+            fits = whole and count <= left
+            in_place = fits and self._goes_in_place(shape, out[tokens])
+            yield _Step(tokens=tokens, count=count, in_place=in_place)
             first += count
 
     def _operand(self, x: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
         num_tokens, num_inputs = x.shape
         padded = blocks_for(num_tokens, TILE_TOKENS) * TILE_TOKENS
-        halves = self._scratch.take("x", (padded, num_inputs), cp.float16)
+        halves = self._operand_room(padded, num_inputs)
         exponents = self._scratch.take("exponents", (padded,), cp.int32)
         get_kernel("pointwise.cu", "to_halves")(
             (num_tokens,), (_THREADS,), (np.int32(num_inputs), x, halves, exponents)
         )
         return halves, exponents
 
-    def _outputs(self, weight: CudaMatrix, begin: int, end: int) -> DeviceArray:
+    def _outputs(self, weight: CudaMatrix, slab: slice) -> DeviceArray:
         if weight.halves is not None:
-            return weight.halves[begin:end]
-        halves = self._scratch.take("weight", (end - begin, weight.num_inputs), cp.float16)
-        dequantize(weight, begin, halves)
+            return weight.halves[slab]
+        num_outputs = min(slab.stop, weight.num_outputs) - slab.start
+        halves = self._scratch.take("weight", (num_outputs, weight.num_inputs), cp.float16)
+        dequantize(weight, slab.start, halves)
         return halves
 
     def _multiply(self, x: DeviceArray, outputs: DeviceArray, sums: DeviceArray) -> None:
@@ -172,7 +186,7 @@ class Products:
         """Whether the library gives the same bytes at all places of the tile, and right ones."""
         num_outputs, num_inputs = shape
         rng = np.random.default_rng(num_outputs)
-        x = _repeated_rows(rng, 1, cp.empty((TILE_TOKENS, num_inputs), cp.float16))
+        x = _repeated_rows(rng, 1, self._operand_room(TILE_TOKENS, num_inputs))
         outputs = self._scratch.take("weight", shape, cp.float16)
         _repeated_rows(rng, min(num_outputs, 64), outputs)
         sums = self._scratch.take("sums", (TILE_TOKENS, num_outputs), cp.float32)
@@ -195,7 +209,7 @@ class Products:
         num_outputs, num_inputs = shape
         num_tokens = tiles * TILE_TOKENS
         rng = np.random.default_rng(num_inputs)
-        x = _repeated_rows(rng, 61, cp.empty((num_tokens, num_inputs), cp.float16))
+        x = _repeated_rows(rng, 61, self._operand_room(num_tokens, num_inputs))
         outputs = _repeated_rows(rng, 67, self._scratch.take("weight", shape, cp.float16))
         sums = self._scratch.take("sums", (num_tokens, num_outputs), cp.float32)
         tile = cp.full((TILE_TOKENS, num_outputs), cp.nan, cp.float32)
@@ -207,33 +221,39 @@ class Products:
                 return False
         return True
 
-    def _goes_in_place(self, count: int, outputs: DeviceArray, target: DeviceArray) -> bool:
+    def _goes_in_place(self, shape: tuple[int, int], target: DeviceArray) -> bool:
         """Whether a product may be written where it belongs, columns of rows that are longer.
 
         Where they are, the library must give the bytes that it gives in scratch.
         """
         if target.data.ptr % ALIGNMENT:  # scratch is: the library may choose its kernel by that
             return False
-        key = (outputs.shape, target.strides[0], count)
+        key = (shape, target.strides[0], len(target))
         if key not in self._in_place:
-            by_itself = target.flags.c_contiguous or not self._goes_by_library(outputs.shape)
-            self._in_place[key] = by_itself or self._is_same_there(count, outputs, target)
+            by_itself = target.flags.c_contiguous or not self._goes_by_library(shape)
+            self._in_place[key] = by_itself or self._is_same_there(shape, target)
             free_unused()
         return self._in_place[key]
 
-    def _is_same_there(self, count: int, outputs: DeviceArray, target: DeviceArray) -> bool:
-        rng = np.random.default_rng(count)
-        x = _repeated_rows(rng, 61, cp.empty((count, outputs.shape[1]), cp.float16))
+    def _is_same_there(self, shape: tuple[int, int], target: DeviceArray) -> bool:
+        """Writes anything into `target`."""
+        count, rng = len(target), np.random.default_rng(len(target))
+        x = _repeated_rows(rng, 61, self._operand_room(count, shape[1]))
+        outputs = _repeated_rows(rng, 67, self._scratch.take("weight", shape, cp.float16))
         sums = self._scratch.take("sums", target.shape, cp.float32)
         self._multiply(x, outputs, sums)
         self._multiply(x, outputs, target)
         tiles = (slice(first, first + TILE_TOKENS) for first in range(0, count, TILE_TOKENS))
         return all(_same_bytes(sums[tile], target[tile]) for tile in tiles)
 
+    def _operand_room(self, num_tokens: int, num_inputs: int) -> DeviceArray:
+        return self._scratch.take("x", (num_tokens, num_inputs), cp.float16)
 
-def _slab(num_inputs: int) -> int:
-    """Outputs of a weight that are decoded at once."""
-    return max(1, SLAB_NBYTES // (2 * num_inputs))
+
+def _slab(num_outputs: int, num_inputs: int) -> int:
+    """Outputs of a weight that are decoded at once: parts of one size, whole tiles of products."""
+    count = blocks_for(2 * num_outputs * num_inputs, SLAB_NBYTES)
+    return blocks_for(blocks_for(num_outputs, count), SLAB_STEP) * SLAB_STEP
 
 
 def _repeated_rows(rng: np.random.Generator, count: int, out: DeviceArray) -> DeviceArray:

@@ -19,6 +19,7 @@ from kernels.cuda.modules import get_kernel
 from kernels.cuda.scratch import Scratch
 from kernels.cuda.uploads import Uploads
 
+ROOM = "weight"  # the buffer that it shares
 ROOM_NBYTES = 64 << 20  # of rows that are chosen for at once, for what top_k, top_p and min_p need
 _THREADS = 1024
 _OUTCOME = np.dtype(
@@ -64,11 +65,11 @@ def choose(
     lists, there = brought[:num_lists], brought[num_lists:]
     originals = cp.empty(len(edits.seen_ids) + len(edits.ids), cp.float32)
     for index, rows in enumerate(chunks):
-        values, ids = (
-            scratch.take(f"kept {kind}", (max(int(num_gathered[rows].sum()), 1),), dtype)
-            for kind, dtype in (("values", cp.float32), ("ids", cp.int32))
+        num_kept, num_weighed = int(num_gathered[rows].sum()), int(num_weights[rows].sum())
+        values, ids, weights = scratch.take_all(
+            ROOM,
+            [((num_kept,), cp.float32), ((num_kept,), cp.int32), ((num_weighed,), cp.int64)],
         )
-        weights = scratch.take("weights", (max(int(num_weights[rows].sum()), 1),), cp.int64)
         get_kernel("sampling.cu", "choose_rows")(
             (rows.stop - rows.start,),
             (_THREADS,),

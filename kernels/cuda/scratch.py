@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import cupy as cp
+import numpy as np
 
 from kernels.cuda.matrix import DeviceArray
 
+_ALIGNMENT = 512
+
 
 class Scratch:
-    """Buffers by name; each grows to the largest that was asked for."""
+    """Buffers of one device by name; each grows to the most that was asked for.
+
+    Operations follow each other on one stream, so that those with the same name share the memory.
+    """
 
     def __init__(self) -> None:
         self.num_moves = 0  # how often a buffer came to lie elsewhere
         self._buffers: dict[str, DeviceArray] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
-        """A part of a buffer; what nobody wrote holds anything."""
-        count = math.prod(shape)
-        if name not in self._buffers or len(self._buffers[name]) < count:
+        """An array in a buffer; what nobody wrote holds anything."""
+        return self.take_all(name, [(shape, dtype)])[0]
+
+    def take_all(
+        self, name: str, arrays: Sequence[tuple[tuple[int, ...], Any]]
+    ) -> list[DeviceArray]:
+        """Arrays of shapes and types, one behind the other in a buffer."""
+        sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays]
+        ends = list(itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+        if name not in self._buffers or len(self._buffers[name]) < ends[-1]:
             self._buffers.pop(name, None)
             free_unused()
             self.num_moves += 1
-            self._buffers[name] = cp.zeros(count, dtype)
-        return self._buffers[name][:count].reshape(shape)
+            self._buffers[name] = cp.zeros(ends[-1], np.uint8)
+        buffer = self._buffers[name]
+        return [
+            buffer[begin : begin + size].view(dtype).reshape(shape)
+            for begin, size, (shape, dtype) in zip([0, *ends[:-1]], sizes, arrays, strict=True)
+        ]
 
     def clear(self) -> None:
         self._buffers.clear()
