@@ -254,9 +254,10 @@ def _choice_s(ops: Ops, vocab_size: int, num_rows: int = 16) -> float:
 
 
 def _rising(points: Iterable[tuple[int, float]]) -> Curve:
-    """More work never takes less time, whatever a disturbed measurement says."""
+    """Less work never takes more time: a disturbance only makes a measurement longer."""
     amounts, seconds = zip(*points, strict=True)
-    return Curve(tuple(zip(amounts, itertools.accumulate(seconds, max), strict=True)))
+    shortest = [*itertools.accumulate(reversed(seconds), min)]
+    return Curve(tuple(zip(amounts, reversed(shortest), strict=True)))
 
 
 def _tile_tokens(layer_s: Curve) -> int:
