@@ -21,16 +21,12 @@ struct Quad {
   }
 };
 
-// parts: (groups, runs, 8 tokens, 17, 4 quads); the 17th step holds the sums of each 16 inputs.
-// scales: (groups, runs, 8), the power of two by which those of a token are to be multiplied.
-// A block per run and group of 8 tokens, a warp per token.
-extern "C" __global__ void __launch_bounds__(kTokens* kWarp)
-    split_tokens(int num_tokens, int num_inputs, const float* __restrict__ x,
-                 uint4* __restrict__ parts, float* __restrict__ scales) {
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const i64 token = blockIdx.y * kTokens + warp, run = blockIdx.x;
-  if (token >= num_tokens) return;
-  const auto* from = floats<4>(x + token * num_inputs + run * kRun) + 2 * lane;
+// A run of a token as operands, by a warp. parts: (17, 4 quads), at last the sums of each 16 inputs;
+// scale: the power of two by which what is multiplied with them is to be multiplied.
+__device__ __forceinline__ void split_run(const float* __restrict__ run, uint4* parts,
+                                          float* scale) {
+  const int lane = threadIdx.x % kWarp, step = lane / 2, quad = lane % 2 * 2;
+  const auto* from = floats<4>(run) + 2 * lane;
   const Floats<4> first = from[0], second = from[1];
   float values[8], most = 0.0f;
 #pragma unroll
@@ -49,14 +45,21 @@ extern "C" __global__ void __launch_bounds__(kTokens* kWarp)
   float sums[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) sums[i] = __shfl_sync(~0u, sum, lane % 4 * 8 + 2 * i);
+  parts[step * 4 + quad] = Quad(values).packed;
+  parts[step * 4 + quad + 1] = Quad(values + 4).packed;
+  if (lane < 4) parts[kSteps * 4 + lane] = Quad(sums).packed;
+  if (lane == 0) *scale = exponent_of_two(exponent);
+}
 
-  const i64 group_run = blockIdx.y * i64(gridDim.x) + run;
-  uint4* target = parts + (group_run * kTokens + warp) * kRunParts * 4;
-  const int step = lane / 2, quad = lane % 2 * 2;
-  target[step * 4 + quad] = Quad(values).packed;
-  target[step * 4 + quad + 1] = Quad(values + 4).packed;
-  if (lane < 4) target[kSteps * 4 + lane] = Quad(sums).packed;
-  if (lane == 0) scales[group_run * kTokens + warp] = exponent_of_two(exponent);
+// parts: (groups, runs, 8 tokens, 17, 4 quads); scales: (groups, runs, 8). A block per run and group of
+// 8 tokens, a warp per token.
+extern "C" __global__ void __launch_bounds__(kTokens* kWarp)
+    split_tokens(int num_tokens, int num_inputs, const float* __restrict__ x,
+                 uint4* __restrict__ parts, float* __restrict__ scales) {
+  const i64 token = blockIdx.y * kTokens + threadIdx.x / kWarp, run = blockIdx.x;
+  if (token >= num_tokens) return;
+  const i64 at = (blockIdx.y * i64(gridDim.x) + run) * kTokens + threadIdx.x / kWarp;
+  split_run(x + token * num_inputs + run * kRun, parts + at * kRunParts * 4, scales + at);
 }
 
 // 16 bytes to shared memory, past the first-level cache
@@ -157,12 +160,12 @@ struct Totals {
 
 // out (num_tokens, stride) = or += tokens · weightᵀ (+ bias), columns [0, num_outputs); num_tokens up
 // to 8. Of eight runs each of a block's 8 warps takes one. kBlocks: how many blocks are to be in a
-// processor at once.
-template <typename Type, int kTiles, int kStages, int kBlocks>
+// processor at once. kOwn: the tokens are split here, from x, rather than found in parts and scales.
+template <typename Type, int kTiles, int kStages, int kBlocks, bool kOwn>
 __global__ void __launch_bounds__(kRunWarps* kWarp, kBlocks)
     few_product(int num_tokens, int num_outputs, int num_runs, int row_nbytes, int stride,
-                const u8* __restrict__ blocks, const uint4* __restrict__ parts,
-                const float* __restrict__ scales, const float* __restrict__ bias, int accumulate,
+                const u8* __restrict__ blocks, const float* __restrict__ x, const uint4* parts,
+                const float* scales, const float* __restrict__ bias, int accumulate,
                 float* __restrict__ out) {
   using Run = Runs<Type>;
   constexpr int kRows = kTiles * 8, kStageBytes = kRows * Run::kStride;
@@ -172,9 +175,22 @@ __global__ void __launch_bounds__(kRunWarps* kWarp, kBlocks)
   Ring<Type, kTiles, kStages> ring(shared, blocks, num_outputs, row_nbytes);
 #pragma unroll
   for (int ahead = 0; ahead < kStages - 1; ++ahead) ring.fetch();
+  const int tokens_apart = kOwn ? num_tokens : kTokens;
+  uint4* own = reinterpret_cast<uint4*>(totals.values + kRunWarps * kTokens * kRows);
+  float* own_scales = reinterpret_cast<float*>(own + num_runs * num_tokens * kRunParts * 4);
+  if constexpr (kOwn) {  // a warp needs the runs that it splits, and no others
+    for (int run = warp; run < num_runs; run += kRunWarps) {
+      for (int token = 0; token < num_tokens; ++token) {
+        const int at = run * num_tokens + token;
+        split_run(x + (i64(token) * num_runs + run) * kRun, own + at * kRunParts * 4,
+                  own_scales + at);
+      }
+    }
+    __syncwarp();
+  }
   // Rows of tokens that are not there repeat the last one; what they give is not stored.
   const int token = min(quad, num_tokens - 1);
-  Source source;
+  Source<kOwn> source;
   source.t = t;
   source.skew = warp * Run::kBytes % 4;
   source.magic = kMagic | u32(num_tokens >> 31);  // not known to the compiler: see `fields`
@@ -182,11 +198,11 @@ __global__ void __launch_bounds__(kRunWarps* kWarp, kBlocks)
   for (int first_row = blockIdx.x * kRows; first_row < num_outputs; first_row += gridDim.x * kRows) {
     float sums[kTiles][2] = {};
     for (int run = warp; run < num_runs + warp; run += kRunWarps) {
-      const int at = min(run, num_runs - 1) * kTokens + token;
-      source.tokens = parts + at * kRunParts * 4 + t;
+      const int at = (run < num_runs ? run : warp % num_runs) * tokens_apart + token;
+      source.tokens = (kOwn ? own : parts) + at * kRunParts * 4 + t;
       uint4 first[4];
-      source.load<0, kFirstStep<Type>>(first);
-      const float run_scale = run < num_runs ? __ldg(scales + at) : 0.0f;
+      source.template load<0, kFirstStep<Type>>(first);
+      const float run_scale = run < num_runs ? (kOwn ? own_scales : scales)[at] : 0.0f;
       wait_copies<kStages - 2>();
       __syncthreads();  // all have copied what is next, and are done with what came before it
       ring.fetch();

@@ -10,6 +10,8 @@ differ from those of `kernels.cuda.product`, so an engine keeps to one of the tw
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import cupy as cp
 import numpy as np
@@ -22,6 +24,8 @@ GROUP_TOKENS = 8
 _RUN, _RUN_PARTS, _RUN_WARPS = 256, 17, 8
 _PART_NBYTES = 16 * 32  # of a step of a run: 8 tokens, 4 quads
 _TOTALS_NBYTES = 4 * _RUN_WARPS * GROUP_TOKENS  # of an output
+_OWN_NBYTES = 16 * 4 * _RUN_PARTS + 4  # of a run of a token
+_RESERVED_NBYTES = 1024  # of a block, by the system
 _PIECE = 16  # bytes that are copied at once
 STRIDES = {"Q4_K": 1168, "Q6_K": 1680, "Q8_0": 2192}  # Runs<Type>::kStride
 # Tiles of 8 outputs that a block takes, stages of its ring, and blocks that the compiler makes room
@@ -36,7 +40,9 @@ class FewProducts:
         self.variants = dict(VARIANTS)
         self._scratch = scratch
         self._paths: dict[tuple[int, int], tuple[str, int]] = {}
-        self._num_processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
+        attributes = cp.cuda.Device().attributes
+        self._num_processors = int(attributes["MultiProcessorCount"])
+        self._shared_nbytes = int(attributes["MaxSharedMemoryPerMultiprocessor"])
 
     def close(self) -> None:
         pass  # it holds nothing of its own
@@ -66,18 +72,40 @@ class FewProducts:
         fast = [_goes_by_runs(part, weight.num_inputs) for part in weight.parts]
         ways = "+".join(sorted({"runs" if goes else "dots" for goes in fast}))
         self._paths[weight.num_outputs, weight.num_inputs] = (f"few ({ways})", GROUP_TOKENS)
-        split = self._split(x) if any(fast) else None
+        launches = [
+            self._launch(part, weight.num_inputs, min(len(x), GROUP_TOKENS)) if goes else None
+            for part, goes in zip(weight.parts, fast, strict=True)
+        ]
+        split = None
+        if any(launch is not None and not launch.own for launch in launches):
+            split = self._split(x)
         for first in range(0, len(x), GROUP_TOKENS):
             tokens = slice(first, first + GROUP_TOKENS)
-            for part, goes in zip(weight.parts, fast, strict=True):
+            for part, launch in zip(weight.parts, launches, strict=True):
                 outputs = slice(part.first_output, part.first_output + part.num_outputs)
                 part_bias = NULL if bias is None else bias[outputs]
                 target = out[tokens, outputs]
-                if goes and split is not None:
-                    parts, scales = (array[first // GROUP_TOKENS] for array in split)
-                    self._runs(part, parts, scales, part_bias, accumulate, target)
-                else:
+                if launch is None:
                     _dots(part, x[tokens], part_bias, accumulate, target)
+                    continue
+                group = first // GROUP_TOKENS
+                sides = (NULL, NULL) if split is None else (split[0][group], split[1][group])
+                launch(part, x[tokens], sides, part_bias, accumulate, target)
+
+    def _launch(self, part: CudaPart, num_inputs: int, num_tokens: int) -> _Launch:
+        tiles, stages, blocks = self.variants[part.type_name]
+        if blocks_for(part.num_outputs, tiles * 8) < self._num_processors:
+            tiles = 1
+        shared = tiles * 8 * (stages * STRIDES[part.type_name] + _TOTALS_NBYTES)
+        own = num_tokens * (num_inputs // _RUN) * _OWN_NBYTES
+        fits = blocks * (shared + own + _RESERVED_NBYTES) <= self._shared_nbytes
+        name = f"few_product<{part.type_name}, {tiles}, {stages}, {blocks}, {str(fits).lower()}>"
+        return _Launch(
+            kernel=get_kernel("few.cu", name),
+            num_blocks=min(blocks_for(part.num_outputs, tiles * 8), blocks * self._num_processors),
+            shared_nbytes=shared + own if fits else shared,
+            own=fits,
+        )
 
     def _split(self, x: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
         num_tokens, num_inputs = x.shape
@@ -96,39 +124,44 @@ class FewProducts:
         )
         return parts, scales
 
-    def _runs(
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Launch:
+    """A product of up to 8 tokens. own: each block splits the tokens for itself."""
+
+    kernel: Any
+    num_blocks: int
+    shared_nbytes: int
+    own: bool
+
+    def __call__(
         self,
         part: CudaPart,
-        parts: DeviceArray,
-        scales: DeviceArray,
+        x: DeviceArray,
+        split: tuple[DeviceArray, DeviceArray],
         bias: DeviceArray,
         accumulate: bool,
         out: DeviceArray,
     ) -> None:
-        tiles, stages, blocks = self.variants[part.type_name]
-        if blocks_for(part.num_outputs, tiles * 8) < self._num_processors:
-            tiles = 1
-        kernel = get_kernel("few.cu", f"few_product<{part.type_name}, {tiles}, {stages}, {blocks}>")
-        shared = tiles * 8 * (stages * STRIDES[part.type_name] + _TOTALS_NBYTES)
-        if kernel.max_dynamic_shared_size_bytes < shared:
-            kernel.max_dynamic_shared_size_bytes = shared
-        kernel(
-            (min(blocks_for(part.num_outputs, tiles * 8), blocks * self._num_processors),),
+        if self.kernel.max_dynamic_shared_size_bytes < self.shared_nbytes:
+            self.kernel.max_dynamic_shared_size_bytes = self.shared_nbytes
+        self.kernel(
+            (self.num_blocks,),
             (_RUN_WARPS * 32,),
             (
                 np.int32(len(out)),
                 np.int32(part.num_outputs),
-                np.int32(len(parts)),
+                np.int32(x.shape[1] // _RUN),
                 np.int32(part.blocks.shape[1]),
                 np.int32(out.strides[0] // 4),
                 part.blocks,
-                parts,
-                scales,
+                x,
+                *split,
                 bias,
                 np.int32(accumulate),
                 out,
             ),
-            shared_mem=shared,
+            shared_mem=self.shared_nbytes,
         )
 
 

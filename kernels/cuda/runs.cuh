@@ -44,13 +44,16 @@ __device__ __forceinline__ float both(const float (&c)[4], int output) {
 __device__ __forceinline__ u32 word_at(const u8* at) { return *reinterpret_cast<const u32*>(at); }
 
 // Where a thread reads: the bytes of the output that it decodes (tile 0, output `quad`), from the
-// run's first on; the same of the first output that it sums (2t); the tokens' side of the run.
+// run's first on; the same of the first output that it sums (2t); the tokens' side of the run, in
+// shared memory if kOwn.
+template <bool kOwn>
 struct Source {
   const u8 *decoded, *summed;
   const uint4* tokens;
   int t, skew;
   u32 magic;
   __device__ __forceinline__ uint4 step(int number) const {
+    if constexpr (kOwn) return tokens[number * 4];
     return __ldg(tokens + number * 4);
   }
   template <int kFirst, int kStep>  // steps kFirst, kFirst + kStep, ...
@@ -88,8 +91,8 @@ template <> struct Runs<Q4_K> {
     }
   };
 
-  template <int kTiles, int kChunk>  // 64 inputs: two groups
-  static __device__ __forceinline__ void chunk(const Source& source, const Scales<kTiles>& k,
+  template <int kChunk, int kTiles, bool kOwn>  // 64 inputs: two groups
+  static __device__ __forceinline__ void chunk(const Source<kOwn>& source, const Scales<kTiles>& k,
                                                const uint4 (&x)[4], float (&c)[kTiles][4]) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -110,20 +113,20 @@ template <> struct Runs<Q4_K> {
     }
   }
 
-  template <int kTiles>
-  static __device__ __forceinline__ void add(const Source& source, const uint4 (&first)[4],
+  template <int kTiles, bool kOwn>
+  static __device__ __forceinline__ void add(const Source<kOwn>& source, const uint4 (&first)[4],
                                              float (&sums)[kTiles][2]) {
     const Scales<kTiles> k(source.decoded);
     float c[kTiles][4] = {}, offsets[kTiles][4] = {};
     uint4 second[4], third[4], fourth[4];
-    source.load<4, 1>(second);
-    chunk<kTiles, 0>(source, k, first, c);
-    source.load<8, 1>(third);
-    chunk<kTiles, 1>(source, k, second, c);
-    source.load<12, 1>(fourth);
-    chunk<kTiles, 2>(source, k, third, c);
+    source.template load<4, 1>(second);
+    chunk<0>(source, k, first, c);
+    source.template load<8, 1>(third);
+    chunk<1>(source, k, second, c);
+    source.template load<12, 1>(fourth);
+    chunk<2>(source, k, third, c);
     const uint4 token_sums = source.step(kSteps);
-    chunk<kTiles, 3>(source, k, fourth, c);
+    chunk<3>(source, k, fourth, c);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const u32 at = source.t % 2 * 2;  // minima 2t and 2t + 1: of sums 4t to 4t + 3
@@ -145,15 +148,16 @@ template <> struct Runs<Q6_K> {
   static constexpr int kBytes = 210, kStride = 8 * kBytes;
 
   // Four bytes of the thread's output, `at` bytes from the run's first.
-  static __device__ __forceinline__ u32 load(const Source& source, int tile, int at) {
+  template <bool kOwn>
+  static __device__ __forceinline__ u32 load(const Source<kOwn>& source, int tile, int at) {
     const u32* words = reinterpret_cast<const u32*>(source.decoded + tile * 8 * kStride + at);
     return __funnelshift_r(words[0], words[1], (source.skew & 2) * 8);
   }
 
   // Steps 8 half + u + 2i. Low: 4 bits, high: the 2 above them, whose sums are apart, since a scale
   // times all six would not be exact as a half.
-  template <int kTiles, int kHalf, int kU>
-  static __device__ __forceinline__ void chunk(const Source& source, const u32 (&scales)[kTiles][2],
+  template <int kHalf, int kU, int kTiles, bool kOwn>
+  static __device__ __forceinline__ void chunk(const Source<kOwn>& source, const u32 (&scales)[kTiles][2],
                                                const uint4 (&x)[4], float (&low)[kTiles][4],
                                                float (&high)[kTiles][4]) {
 #pragma unroll
@@ -181,8 +185,8 @@ template <> struct Runs<Q6_K> {
     }
   }
 
-  template <int kTiles, int kHalf>
-  static __device__ __forceinline__ void load_scales(const Source& source,
+  template <int kHalf, int kTiles, bool kOwn>
+  static __device__ __forceinline__ void load_scales(const Source<kOwn>& source,
                                                      u32 (&scales)[kTiles][2]) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -193,22 +197,22 @@ template <> struct Runs<Q6_K> {
     }
   }
 
-  template <int kTiles>
-  static __device__ __forceinline__ void add(const Source& source, const uint4 (&first)[4],
+  template <int kTiles, bool kOwn>
+  static __device__ __forceinline__ void add(const Source<kOwn>& source, const uint4 (&first)[4],
                                              float (&sums)[kTiles][2]) {
     float low[kTiles][4] = {}, high[kTiles][4] = {}, offsets[kTiles][4] = {};
     u32 scales[kTiles][2];
     uint4 second[4], third[4], fourth[4];
-    load_scales<kTiles, 0>(source, scales);
-    source.load<1, 2>(second);
-    chunk<kTiles, 0, 0>(source, scales, first, low, high);
-    source.load<8, 2>(third);
-    chunk<kTiles, 0, 1>(source, scales, second, low, high);
-    load_scales<kTiles, 1>(source, scales);
-    source.load<9, 2>(fourth);
-    chunk<kTiles, 1, 0>(source, scales, third, low, high);
+    load_scales<0>(source, scales);
+    source.template load<1, 2>(second);
+    chunk<0, 0>(source, scales, first, low, high);
+    source.template load<8, 2>(third);
+    chunk<0, 1>(source, scales, second, low, high);
+    load_scales<1>(source, scales);
+    source.template load<9, 2>(fourth);
+    chunk<1, 0>(source, scales, third, low, high);
     const uint4 token_sums = source.step(kSteps);
-    chunk<kTiles, 1, 1>(source, scales, fourth, low, high);
+    chunk<1, 1>(source, scales, fourth, low, high);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const u32 word = load(source, tile, 192 + source.t * 4) ^ 0x80808080u;
@@ -229,8 +233,8 @@ template <> struct Runs<Q6_K> {
 template <> struct Runs<Q8_0> {
   static constexpr int kBytes = 272, kStride = 8 * kBytes + 16;
 
-  template <int kTiles, int kPair>  // of blocks: 68 bytes
-  static __device__ __forceinline__ void chunk(const Source& source, const uint4 (&x)[4],
+  template <int kPair, int kTiles, bool kOwn>  // of blocks: 68 bytes
+  static __device__ __forceinline__ void chunk(const Source<kOwn>& source, const uint4 (&x)[4],
                                                float (&sums)[kTiles][2]) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -256,17 +260,17 @@ template <> struct Runs<Q8_0> {
     }
   }
 
-  template <int kTiles>
-  static __device__ __forceinline__ void add(const Source& source, const uint4 (&first)[4],
+  template <int kTiles, bool kOwn>
+  static __device__ __forceinline__ void add(const Source<kOwn>& source, const uint4 (&first)[4],
                                              float (&sums)[kTiles][2]) {
     uint4 second[4], third[4], fourth[4];
-    source.load<4, 1>(second);
-    chunk<kTiles, 0>(source, first, sums);
-    source.load<8, 1>(third);
-    chunk<kTiles, 1>(source, second, sums);
-    source.load<12, 1>(fourth);
-    chunk<kTiles, 2>(source, third, sums);
-    chunk<kTiles, 3>(source, fourth, sums);
+    source.template load<4, 1>(second);
+    chunk<0>(source, first, sums);
+    source.template load<8, 1>(third);
+    chunk<1>(source, second, sums);
+    source.template load<12, 1>(fourth);
+    chunk<2>(source, third, sums);
+    chunk<3>(source, fourth, sums);
   }
 };
 
