@@ -187,7 +187,8 @@ class CpuOps:
                 f"rows 0 to {weight.num_outputs - 1}"
             )
         begin, end = plan.ranges[worker]
-        product.gather_rows(begin, end, weight.parts, token_ids, out)
+        scratch = self._product_scratch[worker]
+        product.gather_rows(begin, end, weight.parts, token_ids, out, scratch)
 
     def rms_norm(
         self, worker: int, plan: SweepPlan, x: Float32, weight: Float32, eps: float, out: Float32

@@ -40,9 +40,6 @@ def _from_bfloat(builder: Any, bits: Any) -> Any:
 
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-byte_at = _reader(types.int32, _I8, lambda builder, value: builder.zext(value, _I32))
-signed_byte_at = _reader(types.int32, _I8, lambda builder, value: builder.sext(value, _I32))
-word_at = _reader(types.uint32, _I32, lambda _builder, value: value)
 half_at = _reader(types.float32, _I16, _from_half)
 bfloat_at = _reader(types.float32, _I16, _from_bfloat)
 float_at = _reader(types.float32, ir.FloatType(), lambda _builder, value: value)

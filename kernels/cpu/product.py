@@ -19,7 +19,7 @@ import numpy as np
 from numba import types
 
 from kernels.cpu.barrier import leave_in_turn, wait_for_all
-from kernels.cpu.dequant import dequantize_span, dequantize_tile
+from kernels.cpu.dequant import dequantize_tile
 from kernels.cpu.jit import (
     F32_INPUT_MATRIX,
     F32_INPUT_VECTOR,
@@ -78,12 +78,13 @@ def _nbytes(part: Any, num_inputs: int) -> Any:
 
 
 @inlined
-def _decode(part: Any, panel: int, k: int, length: int, num_inputs: int, tile: Any) -> None:
-    """Inputs [k, k + length) of a panel to a tile; asks for those 256 inputs later."""
+def _decode(
+    part: Any, row: int, rows: int, k: int, length: int, num_inputs: int, tile: Any
+) -> None:
+    """Inputs [k, k + length) of `rows` rows to a tile; asks for those 256 inputs later."""
     row_nbytes = part[ROW_NBYTES]
-    rows = min(PANEL, part[NUM_OUTPUTS] - panel * PANEL)
     block = k // K_STEP * K_STEP
-    source = bytes_at(part[ADDRESS] + panel * PANEL * row_nbytes + _nbytes(part, block))
+    source = bytes_at(part[ADDRESS] + row * row_nbytes + _nbytes(part, block))
     ahead = _nbytes(part, K_STEP)
     if block + K_STEP >= num_inputs:  # next are the first inputs of the next panel
         ahead = PANEL * row_nbytes - _nbytes(part, block)
@@ -128,7 +129,7 @@ def _panel(
         if expanded:
             tile = floats_at(part[ADDRESS] + 4 * (panel * num_inputs + k) * PANEL)
         else:
-            _decode(part, panel, k, length, num_inputs, tile)
+            _decode(part, panel * PANEL, columns, k, length, num_inputs, tile)
         begins, ends = k % K_STEP == 0, k % K_STEP + strip == K_STEP or k + strip >= num_inputs
         ahead = advance(bytes_of(tile), _AHEAD_NBYTES if expanded else 0)
         for row in range(0, rows, MAX_ROWS):
@@ -267,14 +268,16 @@ def expand(worker: int, num_workers: int, parts: Any, panels: Any) -> None:
         while number + 1 < len(parts) and parts[number + 1, FIRST_PANEL] <= index:
             number += 1
         part = parts[number]
+        row = (index - part[FIRST_PANEL]) * PANEL
+        rows = min(PANEL, part[NUM_OUTPUTS] - row)
         for k in range(0, num_inputs, K_STEP):
             tile = pointer(panels, (index * num_inputs + k) * PANEL)
             length = min(K_STEP, num_inputs - k)
-            _decode(part, index - part[FIRST_PANEL], k, length, num_inputs, tile)
+            _decode(part, row, rows, k, length, num_inputs, tile)
 
 
-@kernel(types.void(I64, I64, I64_MATRIX, I32_VECTOR, F32_MATRIX))
-def gather_rows(begin: int, end: int, parts: Any, ids: Any, out: Any) -> None:
+@kernel(types.void(I64, I64, I64_MATRIX, I32_VECTOR, F32_MATRIX, F32_VECTOR))
+def gather_rows(begin: int, end: int, parts: Any, ids: Any, out: Any, scratch: Any) -> None:
     """out[t] = row ids[t] of a packed weight as float32, for tokens [begin, end)."""
     num_inputs = out.shape[1]
     for t in range(begin, end):
@@ -284,11 +287,13 @@ def gather_rows(begin: int, end: int, parts: Any, ids: Any, out: Any) -> None:
             number += 1
         part = parts[number]
         row -= part[FIRST_OUTPUT]
-        if part[TYPE_ID] == EXPANDED:
-            panel, column = divmod(row, PANEL)
-            source = floats_at(part[ADDRESS] + 4 * panel * num_inputs * PANEL)
-            for k in range(num_inputs):
-                out[t, k] = get(source, k * PANEL + column)
-        else:
-            source_row = bytes_at(part[ADDRESS] + row * part[ROW_NBYTES])
-            dequantize_span(part[TYPE_ID], source_row, pointer(out, t * num_inputs), num_inputs)
+        panel, column = divmod(row, PANEL)
+        for k in range(0, num_inputs, K_STEP):
+            length = min(K_STEP, num_inputs - k)
+            if part[TYPE_ID] == EXPANDED:
+                tile = floats_at(part[ADDRESS] + 4 * ((panel * num_inputs + k) * PANEL + column))
+            else:
+                tile = pointer(scratch, _TILE_AT)
+                _decode(part, row, 1, k, length, num_inputs, tile)
+            for i in range(length):
+                out[t, k + i] = get(tile, i * PANEL)
