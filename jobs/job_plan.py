@@ -51,15 +51,17 @@ def plan_job(
     """
     planner = make_planner(file, hparams, config, ops)
     plan, on_device = planner.best(), planner.budget.host_nbytes is not None
-    measures = plan.streams or always_probe
-    if not (measures or on_device):
+    if not (plan.streams or always_probe or on_device):
         return JobPlan(plan=plan, budget=planner.budget, rates=None, workload=None, probe_s=0.0)
     workload = sample()
+    if on_device and not plan.streams:
+        # A device's memory is short: rows may need so much of it that layers have to stream.
+        plan = make_planner(file, hparams, config, ops, workload=workload).best()
+    measures = plan.streams or always_probe
     started = time.monotonic()
     rates = _probe(file, hparams, config, ops, plan, cache_dir) if measures else None
     probe_s = round(time.monotonic() - started, 3)
     planner = make_planner(file, hparams, config, ops, rates=rates, workload=workload)
-    # A device's memory is short: how much of it rows take depends on how long they are.
     plan = planner.best() if plan.streams or on_device else planner.predicted(plan)
     return JobPlan(
         plan=plan, budget=planner.budget, rates=rates, workload=workload, probe_s=probe_s

@@ -36,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--memory", default="24GiB")
+    parser.add_argument("--kv-memory", default="12GiB")
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=128)
@@ -82,7 +83,11 @@ def _event_s(work: object, repeats: int = 9) -> float:
 
 
 def config_of(options: argparse.Namespace) -> EngineConfig:
-    return EngineConfig(device="gpu", memory_nbytes=parse_size(options.memory))
+    return EngineConfig(
+        device="gpu",
+        memory_nbytes=parse_size(options.memory),
+        kv_memory_nbytes=parse_size(options.kv_memory),
+    )
 
 
 def requests(count: int, num_tokens: int, new: int) -> list[Request]:

@@ -128,6 +128,7 @@ def run_streamed(
         far = "" if plan is None else f"{options.disk_layers} on disk: "
         report.facts[f"{far}seconds to load"] = round(time.perf_counter() - started, 1)
         report.facts[f"{far}plan"] = engine.plan.record()
+        print(f"{far}loaded: {report.facts[f'{far}plan']}", flush=True)
         for name, sweeps in kinds(options).items():
             if name not in options.skip:
                 measure(report, engine, f"{far}{name}", sweeps, link, compute.get(name))
@@ -180,6 +181,7 @@ def measure(
         report.add(f"{name}: share of link", streamed / seconds / link)
         report.add(f"{name}: s copying", float(np.mean([r.copy_busy_s for r in records])))
         report.add(f"{name}: s computing stood still", float(np.mean([r.wait_s for r in records])))
+        print(f"{name}: {seconds:.3f} s, {num_tokens / seconds:.0f} tokens/s", flush=True)
         if compute_s is not None:
             floor = max(streamed / link, compute_s)
             report.add(f"{name}: sweep / max(link, computing)", seconds / floor)
