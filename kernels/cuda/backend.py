@@ -331,7 +331,7 @@ class CudaOps:
     ) -> tuple[DeviceArray, DeviceArray]:
         count = max(num_partials, 1)
         sums, stats = self._scratch.take_all(
-            "sums", [((count * value_length,), cp.float32), ((count, 2), cp.float32)]
+            "sums", (((count * value_length,), cp.float32), ((count, 2), cp.float32))
         )
         return sums, stats
 

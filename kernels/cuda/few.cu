@@ -1,57 +1,68 @@
 // Products of few tokens: each byte of a weight is read once for 8 tokens and goes from there to the
-// tensor cores as small integers, which halves hold exactly.
+// tensor cores as integers.
 //
-// A token's inputs are split into a half and the half of what that left over, 22 bits together; both
-// are rows of one operand: tokens 0 to 7 rounded, then what rounding left. Its columns are outputs.
-// Runs of 256 inputs go to eight warps in turn, whose sums are added in the order of the warps: the
-// same for any number of tokens, so a token's bytes depend on it alone.
+// A token's inputs are 16-bit integers times a scale for each run of 256. Their upper and their lower
+// bytes are rows of one operand: tokens 0 to 7 above, tokens 0 to 7 below. Its columns are outputs.
+// Runs go to eight warps in turn, whose sums are added in the order of the warps: the same for any
+// number of tokens, so a token's bytes depend on it alone.
 
-// Four inputs in a row: the halves of 0 and 2, what they left, the halves of 1 and 3, what they left.
-struct Quad {
-  uint4 packed;
-  __device__ __forceinline__ Quad(const float* values) {
-    __half high[4], low[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      high[i] = __float2half_rn(values[i]);
-      low[i] = __float2half_rn(values[i] - __half2float(high[i]));
-    }
-    packed = {as_bits(__halves2half2(high[0], high[2])), as_bits(__halves2half2(low[0], low[2])),
-              as_bits(__halves2half2(high[1], high[3])), as_bits(__halves2half2(low[1], low[3]))};
-  }
-};
+constexpr float kMost = 32512.0f;  // 127 * 256: its upper byte, rounded, is still one
 
-// A run of a token as operands, by a warp. parts: (17, 4 quads), at last the sums of each 16 inputs;
-// scale: the power of two by which what is multiplied with them is to be multiplied.
-__device__ __forceinline__ void split_run(const float* __restrict__ run, uint4* parts,
-                                          float* scale) {
-  const int lane = threadIdx.x % kWarp, step = lane / 2, quad = lane % 2 * 2;
-  const auto* from = floats<4>(run) + 2 * lane;
-  const Floats<4> first = from[0], second = from[1];
-  float values[8], most = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    values[i] = i < 4 ? first[i] : second[i - 4];
-    most = fmaxf(most, fabsf(values[i]));
-  }
-  const int exponent = run_exponent(warp_max(most));
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    values[i] *= exponent_of_two(-exponent);
-    sum += values[i];
-  }
-  sum += __shfl_xor_sync(~0u, sum, 1);
-  float sums[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sums[i] = __shfl_sync(~0u, sum, lane % 4 * 8 + 2 * i);
-  parts[step * 4 + quad] = Quad(values).packed;
-  parts[step * 4 + quad + 1] = Quad(values + 4).packed;
-  if (lane < 4) parts[kSteps * 4 + lane] = Quad(sums).packed;
-  if (lane == 0) *scale = exponent_of_two(exponent);
+__device__ __forceinline__ u32 packed_bytes(const int (&bytes)[4]) {
+  return bytes[0] & 255 | (bytes[1] & 255) << 8 | (bytes[2] & 255) << 16 | bytes[3] << 24;
 }
 
-// parts: (groups, runs, 8 tokens, 17, 4 quads); scales: (groups, runs, 8). A block per run and group of
+// Sums of 16 inputs, four of them: the halves of 0 and 2, what they left, of 1 and 3, what they left.
+__device__ __forceinline__ uint4 sum_parts(const int (&sums)[4]) {
+  __half upper[4], lower[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float value = float(sums[i]) / kSumParts;
+    upper[i] = __float2half_rn(value);
+    lower[i] = __float2half_rn(value - __half2float(upper[i]));
+  }
+  return {as_bits(__halves2half2(upper[0], upper[2])), as_bits(__halves2half2(lower[0], lower[2])),
+          as_bits(__halves2half2(upper[1], upper[3])), as_bits(__halves2half2(lower[1], lower[3]))};
+}
+
+// A run of a token as operands, by a warp. parts: (9, 4 quads): of each group of 32 inputs the upper
+// and lower bytes of inputs 4t to 4t + 3, then those of 16 inputs further on; at last the sums.
+__device__ __forceinline__ void split_run(const float* __restrict__ run, uint4* parts,
+                                          float* scale) {
+  const int lane = threadIdx.x % kWarp;
+  const auto* from = floats<4>(run) + 2 * lane;
+  const Floats<4> x[2] = {from[0], from[1]};
+  float most = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float size = fabsf(x[i / 4][i % 4]);
+    most = fmaxf(most, size < kInfinity ? size : kInfinity);  // a NaN counts as infinite
+  }
+  most = warp_max(most);
+  const float factor = most > 1e-33f ? kMost / most : 0.0f;
+  int sum = 0;
+#pragma unroll
+  for (int word = 0; word < 2; ++word) {
+    int upper[4], lower[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int value = __float2int_rn(__fmul_rn(x[word][i], factor));
+      upper[i] = (value + 128) >> 8;
+      lower[i] = value - upper[i] * 256;
+      sum += value;
+    }
+    uint2* target = reinterpret_cast<uint2*>(parts + lane / 4 * 4 + lane % 2 * 2 + word);
+    target[lane % 4 / 2] = {packed_bytes(upper), packed_bytes(lower)};
+  }
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  int sums[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i] = __shfl_sync(~0u, sum, lane % 4 * 8 + 2 * i);
+  if (lane < 4) parts[kGroups * 4 + lane] = sum_parts(sums);
+  if (lane == 0) *scale = most < kInfinity ? most / kMost : kInfinity - kInfinity;
+}
+
+// parts: (groups, runs, 8 tokens, 9, 4 quads); scales: (groups, runs, 8). A block per run and group of
 // 8 tokens, a warp per token.
 extern "C" __global__ void __launch_bounds__(kTokens* kWarp)
     split_tokens(int num_tokens, int num_inputs, const float* __restrict__ x,
@@ -193,7 +204,6 @@ __global__ void __launch_bounds__(kRunWarps* kWarp, kBlocks)
   Source<kOwn> source;
   source.t = t;
   source.skew = warp * Run::kBytes % 4;
-  source.magic = kMagic | u32(num_tokens >> 31);  // not known to the compiler: see `fields`
   int stage = 0;
   for (int first_row = blockIdx.x * kRows; first_row < num_outputs; first_row += gridDim.x * kRows) {
     float sums[kTiles][2] = {};
@@ -201,15 +211,15 @@ __global__ void __launch_bounds__(kRunWarps* kWarp, kBlocks)
       const int at = (run < num_runs ? run : warp % num_runs) * tokens_apart + token;
       source.tokens = (kOwn ? own : parts) + at * kRunParts * 4 + t;
       uint4 first[4];
-      source.template load<0, kFirstStep<Type>>(first);
+      source.load(0, first);
       const float run_scale = run < num_runs ? (kOwn ? own_scales : scales)[at] : 0.0f;
       wait_copies<kStages - 2>();
       __syncthreads();  // all have copied what is next, and are done with what came before it
       ring.fetch();
       if (run < num_runs) {
         const u8* bytes = shared + stage * kStageBytes + warp * Run::kBytes;
-        source.decoded = bytes + quad * Run::kStride - source.skew;
-        source.summed = bytes + t * 2 * Run::kStride;
+        source.decoded = bytes - source.skew + quad * Run::kStride;
+        source.summed = bytes - source.skew + t * 2 * Run::kStride;
         float run_sums[kTiles][2] = {};
         Run::add(source, first, run_sums);
 #pragma unroll

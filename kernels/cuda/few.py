@@ -1,6 +1,6 @@
 """Matrix products of few tokens, from the quantised bytes, eight tokens at a time.
 
-    out = (out) + bias + x · weightᵀ        float32, the inputs not rounded
+    out = (out) + bias + x · weightᵀ        float32; of x, 16 bits of each run of 256 inputs
 
 A weight is read once for each eight tokens, near the rate of the memory. A token's sums are over
 the same terms in the same order for any number of tokens, so its bytes depend on it alone; they
@@ -21,16 +21,17 @@ from kernels.cuda.modules import NULL, blocks_for, get_kernel
 from kernels.cuda.scratch import Scratch
 
 GROUP_TOKENS = 8
-_RUN, _RUN_PARTS, _RUN_WARPS = 256, 17, 8
+_RUN, _RUN_PARTS, _RUN_WARPS = 256, 9, 8
 _PART_NBYTES = 16 * 32  # of a step of a run: 8 tokens, 4 quads
 _TOTALS_NBYTES = 4 * _RUN_WARPS * GROUP_TOKENS  # of an output
 _OWN_NBYTES = 16 * 4 * _RUN_PARTS + 4  # of a run of a token
 _RESERVED_NBYTES = 1024  # of a block, by the system
 _PIECE = 16  # bytes that are copied at once
 STRIDES = {"Q4_K": 1168, "Q6_K": 1680, "Q8_0": 2192}  # Runs<Type>::kStride
-# Tiles of 8 outputs that a block takes, stages of its ring, and blocks that the compiler makes room
-# for in a processor; bytes do not depend on them.
-VARIANTS = {"Q4_K": (2, 2, 3), "Q6_K": (2, 2, 3), "Q8_0": (2, 2, 3)}
+# Most tiles of 8 outputs that a block takes, stages of its ring, and blocks that the compiler makes
+# room for in a processor; bytes do not depend on them.
+VARIANTS = {"Q4_K": (4, 2, 2), "Q6_K": (2, 2, 2), "Q8_0": (2, 2, 2)}
+_TILE_GAINS = {4: 1.1, 2: 1.0, 1: 0.8}  # work per time of a block, where its processor is full
 
 
 class FewProducts:
@@ -93,9 +94,8 @@ class FewProducts:
                 launch(part, x[tokens], sides, part_bias, accumulate, target)
 
     def _launch(self, part: CudaPart, num_inputs: int, num_tokens: int) -> _Launch:
-        tiles, stages, blocks = self.variants[part.type_name]
-        if blocks_for(part.num_outputs, tiles * 8) < self._num_processors:
-            tiles = 1
+        most_tiles, stages, blocks = self.variants[part.type_name]
+        tiles = _best_tiles(part.num_outputs, most_tiles, blocks * self._num_processors)
         shared = tiles * 8 * (stages * STRIDES[part.type_name] + _TOTALS_NBYTES)
         own = num_tokens * (num_inputs // _RUN) * _OWN_NBYTES
         fits = blocks * (shared + own + _RESERVED_NBYTES) <= self._shared_nbytes
@@ -112,10 +112,10 @@ class FewProducts:
         groups, runs = _num_groups(num_tokens), num_inputs // _RUN
         parts, scales = self._scratch.take_all(
             "x",
-            [
+            (
                 ((groups, runs, _RUN_PARTS * _PART_NBYTES), cp.uint8),
                 ((groups, runs, GROUP_TOKENS), cp.float32),
-            ],
+            ),
         )
         get_kernel("few.cu", "split_tokens")(
             (runs, groups),
@@ -163,6 +163,16 @@ class _Launch:
             ),
             shared_mem=self.shared_nbytes,
         )
+
+
+def _best_tiles(num_outputs: int, most: int, num_places: int) -> int:
+    """Tiles of a block: the more the better, unless places for blocks are left empty."""
+
+    def rate(tiles: int) -> float:
+        blocks = blocks_for(num_outputs, tiles * 8)
+        return _TILE_GAINS[tiles] * blocks / (blocks_for(blocks, num_places) * num_places)
+
+    return max((tiles for tiles in _TILE_GAINS if tiles <= most), key=rate)
 
 
 def _goes_by_runs(part: CudaPart, num_inputs: int) -> bool:

@@ -100,25 +100,27 @@ class Products:
         slabs = [slice(at, at + step) for at in range(0, weight.num_outputs, step)]
         # What was not checked yet is checked now, while scratch holds nothing.
         steps = [
-            list(self._steps(out[:, slab], num_inputs, whole=bias is None and not accumulate))
+            list(self._steps(_columns(out, slab), num_inputs, bias is None and not accumulate))
             for slab in slabs
         ]
         halves, exponents = self._operand(x)
         for slab, chunks in zip(slabs, steps, strict=True):
             outputs = self._outputs(weight, slab)
-            part_bias = None if bias is None else bias[slab]
+            part_bias = None if bias is None else _rows(bias, slab)
             for chunk in chunks:
-                tokens, target = chunk.tokens, out[chunk.tokens]
-                operand = halves[tokens.start : tokens.start + chunk.count]
+                tokens, target = chunk.tokens, _rows(out, chunk.tokens)
+                operand = _rows(halves, slice(tokens.start, tokens.start + chunk.count))
+                scales = exponents[tokens.start :] if tokens.start else exponents
                 if chunk.in_place:
-                    self._multiply(operand, outputs, target[:, slab])
-                    _rescale(target[:, slab], exponents[tokens])
+                    columns = _columns(target, slab)
+                    self._multiply(operand, outputs, columns)
+                    _rescale(columns, scales)
                 else:
                     sums = self._scratch.take("sums", (chunk.count, len(outputs)), cp.float32)
                     self._multiply(operand, outputs, sums)
-                    _finish(sums, exponents[tokens], part_bias, accumulate, target, slab.start)
+                    _finish(sums, scales, part_bias, accumulate, target, slab.start)
 
-    def _steps(self, out: DeviceArray, num_inputs: int, *, whole: bool) -> Iterator[_Step]:
+    def _steps(self, out: DeviceArray, num_inputs: int, whole: bool) -> Iterator[_Step]:
         """The products of a weight's slab, which come to `out`.
 
         whole: nothing is added, so that they may be written there at once
@@ -131,7 +133,7 @@ class Products:
             count = TILE_TOKENS * self._tiles(shape, most)
             tokens = slice(first, min(first + count, num_tokens))
             fits = whole and count <= left
-            in_place = fits and self._goes_in_place(shape, out[tokens])
+            in_place = fits and self._goes_in_place(shape, _rows(out, tokens))
             yield _Step(tokens=tokens, count=count, in_place=in_place)
             first += count
 
@@ -147,7 +149,7 @@ class Products:
 
     def _outputs(self, weight: CudaMatrix, slab: slice) -> DeviceArray:
         if weight.halves is not None:
-            return weight.halves[slab]
+            return _rows(weight.halves, slab)
         num_outputs = min(slab.stop, weight.num_outputs) - slab.start
         halves = self._scratch.take("weight", (num_outputs, weight.num_inputs), cp.float16)
         dequantize(weight, slab.start, halves)
@@ -256,6 +258,16 @@ def _slab(num_outputs: int, num_inputs: int) -> int:
     return blocks_for(blocks_for(num_outputs, count), SLAB_STEP) * SLAB_STEP
 
 
+def _rows(array: DeviceArray, rows: slice) -> DeviceArray:
+    """array[rows]; the array itself where it has no others, since a view costs time."""
+    return array if rows.start == 0 and rows.stop >= len(array) else array[rows]
+
+
+def _columns(array: DeviceArray, columns: slice) -> DeviceArray:
+    whole = columns.start == 0 and columns.stop >= array.shape[1]
+    return array if whole else array[:, columns]
+
+
 def _repeated_rows(rng: np.random.Generator, count: int, out: DeviceArray) -> DeviceArray:
     """Fill `out` with `count` rows of random halves, over and over."""
     rows = rng.standard_normal((count, out.shape[1]), dtype=np.float32).astype(np.float16)
@@ -317,6 +329,6 @@ def _finish(
             exponents,
             NULL if bias is None else bias,
             np.int32(accumulate),
-            out[:, first_output:],
+            out if first_output == 0 else out[:, first_output:],
         ),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import cupy as cp
 import numpy as np
@@ -21,7 +22,10 @@ from kernels.cuda.uploads import Uploads
 
 ROOM = "weight"  # the buffer that it shares
 ROOM_NBYTES = 64 << 20  # of rows that are chosen for at once, for what top_k, top_p and min_p need
+_ALIGNMENT = 16
 _THREADS = 1024
+_NUM_LISTS = 5  # of all rows: those of the edits, and their waves
+_TOP_NBYTES = 8 * MOST_LOGPROBS  # of a row: ids, and values of all rows behind those of all rows
 _OUTCOME = np.dtype(
     [
         ("total", np.int64),
@@ -45,53 +49,57 @@ def choose(
     num_rows = len(specs)
     if num_rows == 0:
         return new_choices(0)
-    wants_top = bool((specs["num_logprobs"] > 0).any())
-    num_top = num_rows if wants_top else 0
-    outcomes = cp.empty((num_rows, _OUTCOME.itemsize), cp.uint8)
-    top_ids = cp.empty((num_top, MOST_LOGPROBS), cp.int32)
-    top_values = cp.empty((num_top, MOST_LOGPROBS), cp.float32)
+    num_top = num_rows if (specs["num_logprobs"] > 0).any() else 0
+    results = cp.empty(num_rows * _OUTCOME.itemsize + num_top * _TOP_NBYTES, cp.uint8)
+    top_ids = results.data.ptr + num_rows * _OUTCOME.itemsize
+    top_values = top_ids + num_top * _TOP_NBYTES // 2
     num_gathered, num_weights = _room(specs, num_tokens)
     waves = _waves(specs, edits.ids)
     chunks = list(_chunks(8 * (num_gathered + num_weights)))
-    rooms = [
-        np.stack([_places(num_gathered[rows]), _places(num_weights[rows])], axis=1)
-        for rows in chunks
-    ]
-    of_chunks = [
-        array for rows, room in zip(chunks, rooms, strict=True) for array in (specs[rows], room)
-    ]
-    num_lists = len(edits) + 1
-    brought = uploads.bring([*edits, waves, *of_chunks])
-    lists, there = brought[:num_lists], brought[num_lists:]
+    rooms = [_rooms(num_gathered[rows], num_weights[rows]) for rows in chunks]
+    all_specs, *lists = _bring(uploads, [specs, *edits, waves, *rooms])
     originals = cp.empty(len(edits.seen_ids) + len(edits.ids), cp.float32)
+    stride = logits.strides[0] // 4
     for index, rows in enumerate(chunks):
         num_kept, num_weighed = int(num_gathered[rows].sum()), int(num_weights[rows].sum())
         values, ids, weights = scratch.take_all(
             ROOM,
-            [((num_kept,), cp.float32), ((num_kept,), cp.int32), ((num_weighed,), cp.int64)],
+            (((num_kept,), cp.float32), ((num_kept,), cp.int32), ((num_weighed,), cp.int64)),
         )
+        first = rows.start
         get_kernel("sampling.cu", "choose_rows")(
-            (rows.stop - rows.start,),
+            (rows.stop - first,),
             (_THREADS,),
             (
                 np.int32(num_tokens),
-                np.int64(logits.strides[0] // 4),
-                logits[rows],
-                there[2 * index],
-                *lists,
+                np.int64(stride),
+                np.uint64(logits.data.ptr + first * stride * 4),
+                np.uint64(all_specs + first * specs.itemsize),
+                *(np.uint64(address) for address in lists[:_NUM_LISTS]),
                 np.int32(waves.max(initial=-1) + 1),
                 originals,
                 np.int32(len(edits.seen_ids)),
-                there[2 * index + 1],
+                np.uint64(lists[_NUM_LISTS + index]),
                 values,
                 ids,
                 weights,
-                outcomes[rows],
-                top_ids[rows],
-                top_values[rows],
+                np.uint64(results.data.ptr + first * _OUTCOME.itemsize),
+                np.uint64(top_ids + first * _TOP_NBYTES // 2),
+                np.uint64(top_values + first * _TOP_NBYTES // 2),
             ),
         )
-    return _choices(specs, num_tokens, outcomes, top_ids, top_values)
+    return _choices(specs, num_tokens, cp.asnumpy(results))
+
+
+def _bring(uploads: Uploads, arrays: list[npt.NDArray[Any]]) -> list[int]:
+    """Addresses of arrays on the device, to which they come together."""
+    parts, ends = [], [0]
+    for array in arrays:
+        data = array.tobytes()
+        parts.append(data + bytes(-len(data) % _ALIGNMENT))
+        ends.append(ends[-1] + len(parts[-1]))
+    (there,) = uploads.bring([np.frombuffer(b"".join(parts), np.uint8)])
+    return [int(there.data.ptr) + begin for begin in ends[:-1]]
 
 
 def _room(
@@ -99,15 +107,21 @@ def _room(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """By row, how many values top_k keeps, and how many weights top_p and min_p look at."""
     draws = specs["temperature"] > 0
+    if not draws.any():
+        none = np.zeros(len(specs), np.int64)
+        return none, none
     gathers = draws & (specs["top_k"] > 0) & (specs["top_k"] < num_tokens)
     cuts = draws & ((specs["top_p"] < 1) | (specs["min_p"] > 0))
     num_gathered = np.where(gathers, specs["top_k"], 0)
     return num_gathered, np.where(cuts, np.where(gathers, specs["top_k"], num_tokens), 0)
 
 
-def _places(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where each of so many items begins, one behind the other; -1 for none."""
-    return np.where(counts > 0, np.cumsum(counts) - counts, -1)
+def _rooms(
+    num_gathered: npt.NDArray[np.int64], num_weights: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """(num_rows, 2): where what a row needs begins, one row behind the other; -1 for none."""
+    counts = np.stack([num_gathered, num_weights], axis=1)
+    return np.where(counts > 0, np.cumsum(counts, axis=0) - counts, -1)
 
 
 def _chunks(nbytes: npt.NDArray[np.int64]) -> Iterator[slice]:
@@ -123,6 +137,8 @@ def _chunks(nbytes: npt.NDArray[np.int64]) -> Iterator[slice]:
 
 def _waves(specs: npt.NDArray[np.void], ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """By edit, how many edits before it are of the same token of the same row."""
+    if len(ids) == 0:
+        return np.empty(0, np.int32)
     rows = np.repeat(np.arange(len(specs)), specs["edit_end"] - specs["edit_begin"])
     keys = rows << 32 | ids
     order = np.argsort(keys, kind="stable")
@@ -133,21 +149,22 @@ def _waves(specs: npt.NDArray[np.void], ids: npt.NDArray[np.int32]) -> npt.NDArr
 
 
 def _choices(
-    specs: npt.NDArray[np.void],
-    num_tokens: int,
-    outcomes: DeviceArray,
-    top_ids: DeviceArray,
-    top_values: DeviceArray,
+    specs: npt.NDArray[np.void], num_tokens: int, results: npt.NDArray[np.uint8]
 ) -> Choices:
-    found = cp.asnumpy(outcomes).view(_OUTCOME)[:, 0]
-    ids, values = cp.asnumpy(top_ids), cp.asnumpy(top_values)
-    choices = new_choices(len(specs))
+    choices, outcomes_nbytes = new_choices(len(specs)), len(specs) * _OUTCOME.itemsize
+    found, top = results[:outcomes_nbytes].view(_OUTCOME), results[outcomes_nbytes:]
     choices.token_ids[:], choices.status[:] = found["token"], found["status"]
     choices.logprobs[:] = found["logit"]
-    for row in np.flatnonzero((specs["num_logprobs"] >= 0) & (found["total"] > 0)):
+    wanted = specs["num_logprobs"]
+    if (wanted < 0).all():
+        return choices
+    half = len(top) // 2
+    ids = top[:half].view(np.int32).reshape(-1, MOST_LOGPROBS)
+    values = top[half:].view(np.float32).reshape(-1, MOST_LOGPROBS)
+    for row in np.flatnonzero((wanted >= 0) & (found["total"] > 0)):
         norm = float(found["high"][row]) + math.log(float(found["total"][row]) / ONE_WEIGHT)
         choices.logprobs[row] -= norm
-        count = min(int(specs["num_logprobs"][row]), num_tokens)
+        count = min(int(wanted[row]), num_tokens)
         if count:
             logprobs = values[row, :count].astype(np.float64) - norm
             order = np.argsort(-logprobs, kind="stable")

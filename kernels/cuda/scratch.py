@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import cupy as cp
@@ -13,6 +12,7 @@ import numpy as np
 from kernels.cuda.matrix import DeviceArray
 
 _ALIGNMENT = 512
+_MOST_ARRAYS = 64  # of a buffer that are remembered
 
 
 class Scratch:
@@ -24,19 +24,31 @@ class Scratch:
     def __init__(self) -> None:
         self.num_moves = 0  # how often a buffer came to lie elsewhere
         self._buffers: dict[str, DeviceArray] = {}
+        self._arrays: dict[str, dict[Any, list[DeviceArray]]] = {}  # made so far, by their sizes
 
     def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         """An array in a buffer; what nobody wrote holds anything."""
-        return self.take_all(name, [(shape, dtype)])[0]
+        return self.take_all(name, ((shape, dtype),))[0]
 
     def take_all(
-        self, name: str, arrays: Sequence[tuple[tuple[int, ...], Any]]
+        self, name: str, arrays: tuple[tuple[tuple[int, ...], Any], ...]
     ) -> list[DeviceArray]:
         """Arrays of shapes and types, one behind the other in a buffer."""
+        made = self._arrays.setdefault(name, {})
+        if arrays not in made:
+            if len(made) >= _MOST_ARRAYS:
+                made.clear()
+            made[arrays] = self._make(name, arrays)
+        return made[arrays]
+
+    def _make(
+        self, name: str, arrays: tuple[tuple[tuple[int, ...], Any], ...]
+    ) -> list[DeviceArray]:
         sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays]
         ends = list(itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
         if name not in self._buffers or len(self._buffers[name]) < ends[-1]:
             self._buffers.pop(name, None)
+            self._arrays[name].clear()
             free_unused()
             self.num_moves += 1
             self._buffers[name] = cp.zeros(ends[-1], np.uint8)
@@ -48,6 +60,7 @@ class Scratch:
 
     def clear(self) -> None:
         self._buffers.clear()
+        self._arrays.clear()
 
 
 def free_unused() -> None:
