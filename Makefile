@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALLED := $(VENV)/.installed
 DEVELOPED := $(VENV)/.developed
+PYTEST_ARGS ?= -n 2 --dist loadfile
 SOURCES := ntx_batch jobs engine kernels nvme scripts tests
 
 .DEFAULT_GOAL := help

@@ -41,7 +41,7 @@ __all__ = [
 
 DEFAULT_SWEEP_TOKENS = 512
 SWEEP_TOKENS_TRIED = (64, 128, 256, 512, 1024, 2048)
-DEVICE_SWEEP_TOKENS_TRIED = (*SWEEP_TOKENS_TRIED, 3072, 4096)  # beside a host tier
+DEVICE_SWEEP_TOKENS_TRIED = (*SWEEP_TOKENS_TRIED, 1536, 2560, 3072, 4096)  # beside a host tier
 DEFAULT_KV_NBYTES = 8 << 30  # more rows than this holds fill no core any further
 SPARE_ROWS = 1.5  # most rows on board, times those of the mean length: some rows are shorter
 AS_GOOD = 1.02  # times the shortest time: what a prediction cannot tell apart
