@@ -248,7 +248,7 @@ def _choice_s(ops: Ops, vocab_size: int, num_rows: int = 16) -> float:
     ]
 
     def work() -> None:
-        choose(ops.get(logits), rows, num_tokens=vocab_size, ops=ops)
+        choose(logits, rows, num_tokens=vocab_size, ops=ops)
 
     return _median_s(ops, work) / num_rows
 
