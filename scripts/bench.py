@@ -49,7 +49,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens decoded per row")
     parser.add_argument("--job-rows", type=int, default=600, help="rows of the job")
-    parser.add_argument("--memory", help="budget of the job, such as 1.5GiB (plan, memory)")
+    parser.add_argument("--memory", help="such as 1.5GiB (plan, memory, stream)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--kv-type", choices=["f32", "f16"], default="f32")
     parser.add_argument("--reader", choices=["auto", "direct", "mmap"], default="auto")

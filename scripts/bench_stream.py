@@ -16,13 +16,14 @@ from engine import EngineConfig, Request, SamplingParams
 from engine.engine import Engine
 from engine.placement import spread
 from engine.planner import Plan
+from ntx_batch.spec import parse_size
 from nvme import ReadStats
 from nvme.alignment import align_down
 from nvme.direct import DEFAULT_TRANSFER, open_direct
 from nvme.probe import make_ring, measure_disk, read_for
 from scripts.bench_report import Report
 
-MEMORY_NBYTES = 3 << 29  # 1.5 GiB
+MEMORY = "1.5GiB"  # where `--memory` says nothing
 ROWS = (1, 8, 32, 64, 96, 128)
 ROW_TOKENS = 64
 SWEEPS = 4
@@ -32,10 +33,14 @@ def streaming_config(options: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         kv_type="f16",
         num_threads=options.threads,
-        memory_nbytes=MEMORY_NBYTES,
+        memory_nbytes=memory_nbytes(options),
         reader=options.reader,
         sweep_tokens=max(ROWS),
     )
+
+
+def memory_nbytes(options: argparse.Namespace) -> int:
+    return parse_size(options.memory or MEMORY)
 
 
 def board(engine: Engine, rows: int) -> None:
@@ -117,7 +122,7 @@ def first(num_resident: int, num_layers: int) -> tuple[bool, ...]:
 
 def bench_stream(options: argparse.Namespace) -> Report:
     """Read rate against the probe, sweep time against the larger of disk and compute, by rows."""
-    report = Report("streamed sweeps, 1.5 GiB, f16 KV")
+    report = Report(f"streamed sweeps, {options.memory or MEMORY}, f16 KV")
     config = streaming_config(options)
     with Engine(options.model, config) as engine:
         in_memory = EngineConfig(kv_type="f16", expand="never", num_threads=options.threads)
@@ -165,7 +170,7 @@ def bench_placement(options: argparse.Namespace) -> Report:
         sweep_tokens=options.rows,
         kv_memory_nbytes=1 << 29,
     )
-    with Engine(options.model, replace(config, memory_nbytes=MEMORY_NBYTES)) as probe:
+    with Engine(options.model, replace(config, memory_nbytes=memory_nbytes(options))) as probe:
         plan = probe.plan
     layers = len(plan.resident)
     engines = {
