@@ -210,14 +210,18 @@ class Planner:
             + budget.fixed_nbytes
             + budget.scratch_nbytes(tokens),
             rows=row_activations_nbytes(self._hparams),
-            kv=self._config.kv_memory_nbytes or self._sizes.page_nbytes,
+            kv=self._config.kv_memory_nbytes or self._row_kv_nbytes,
         )
+
+    @property
+    def _row_kv_nbytes(self) -> int:
+        return self._row_pages * self._sizes.page_nbytes
 
     def _rows_and_pages(self, way: Way, need: _Need) -> tuple[int, int]:
         """Most rows on board and KV pages, out of what the rest of the memory leaves."""
         page_nbytes, asked = self._sizes.page_nbytes, self._config.kv_memory_nbytes
         left_nbytes = self._budget.device_nbytes - need.fixed
-        row_kv_nbytes = self._row_pages * page_nbytes
+        row_kv_nbytes = self._row_kv_nbytes
         if asked is not None:
             most_kv_nbytes, rows = asked, asked / row_kv_nbytes
         else:
@@ -229,7 +233,7 @@ class Planner:
             rows = min(rows, most_kv_nbytes / row_kv_nbytes)
         room = (left_nbytes - need.kv) // need.rows
         max_rows = max(1, min(way.sweep_tokens, room, int(SPARE_ROWS * rows)))
-        kv_nbytes = max(page_nbytes, min(most_kv_nbytes, left_nbytes - max_rows * need.rows))
+        kv_nbytes = max(need.kv, min(most_kv_nbytes, left_nbytes - max_rows * need.rows))
         most_pages = max_rows * pages_for(self._hparams.context_length)
         return max_rows, min(kv_nbytes // page_nbytes, most_pages)
 
@@ -245,15 +249,29 @@ class Planner:
             return self._host_refusal()
         need = min((self._need(*each) for each in placed), key=lambda need: need.total)
         given = config.memory_nbytes is not None and config.memory_nbytes <= budget.device_nbytes
-        kv = "asked for" if config.kv_memory_nbytes else "one page"
+        kv = "asked for" if config.kv_memory_nbytes else f"a row of {self._row_pages} pages"
         return (
             f"{'the memory budget is' if given else 'free memory is'} {budget.device_nbytes:,} "
             f"bytes; the smallest that works here is {need.total:,}: weights that must stay "
             f"{need.weights:,}, ring {need.ring:,}, work buffers of {sweep_tokens} tokens "
             f"{need.work + need.rows:,}, KV cache {need.kv:,} ({kv}; a page takes "
-            f"{self._sizes.page_nbytes:,}); {'raise --memory' if given else 'free some'}, or lower "
-            "--kv-memory, --ring-memory or --sweep-tokens" + self._host_advice()
+            f"{self._sizes.page_nbytes:,}); {'raise --memory' if given else 'free some'}, or "
+            + self._smaller_advice()
+            + self._host_advice()
         )
+
+    def _smaller_advice(self) -> str:
+        """What was asked for and may be lowered, or what may be asked for."""
+        config = self._config
+        asked = {
+            "--kv-memory": config.kv_memory_nbytes,
+            "--ring-memory": config.ring_nbytes,
+            "--sweep-tokens": config.sweep_tokens,
+        }
+        lower = [name for name, value in asked.items() if value is not None]
+        if lower:
+            return "lower " + " or ".join(lower)
+        return "give a smaller --ring-memory or --sweep-tokens than this plan's"
 
     def _host_refusal(self) -> str:
         return (

@@ -23,7 +23,7 @@ def choose_job_device(config: EngineConfig) -> DeviceChoice:
         with each_gpu_once(os.environ):
             return choose_device(config)
     if config.device == "gpu":
-        raise DeviceError(f"--device gpu: {problem}")
+        raise DeviceError(f"--device gpu: {problem}; --device cpu computes without one")
     return DeviceChoice("cpu", f"no GPU can be used: {problem}")
 
 
@@ -34,6 +34,8 @@ def device_notes(config: EngineConfig, choice: DeviceChoice) -> Iterator[str]:
     """
     if config.device != "auto":
         return
+    if choice.device == "cpu" and config.host_memory_nbytes is not None:
+        yield "host_memory has no effect: there is no GPU that it could serve"
     gpus = survey_gpus().gpus
     if choice.device == "gpu":
         yield f"computes on the GPU {gpus[0].name}" if gpus else "computes on a GPU"

@@ -11,7 +11,7 @@ from engine.gguf_file import GgufFile
 from engine.hparams import Hparams
 from engine.loading import make_planner
 from engine.planner import Budget, Plan, Rates, Workload
-from engine.requests import EngineConfig
+from engine.requests import EngineConfig, MemoryBudgetError
 from engine.weights import HEAD_TENSOR, layer_tensor_names
 from kernels.ops import Ops
 
@@ -50,7 +50,13 @@ def plan_job(
     Raises MemoryBudgetError, ReadError, and what `sample` raises.
     """
     planner = make_planner(file, hparams, config, ops)
-    plan, on_device = planner.best(), planner.budget.host_nbytes is not None
+    try:
+        plan = planner.best()
+    except MemoryBudgetError:
+        # What the rows of this job need is more than any row needs: that is what to name.
+        make_planner(file, hparams, config, ops, workload=sample()).best()
+        raise
+    on_device = planner.budget.host_nbytes is not None
     if not (plan.streams or always_probe or on_device):
         return JobPlan(plan=plan, budget=planner.budget, rates=None, workload=None, probe_s=0.0)
     workload = sample()

@@ -41,17 +41,18 @@ class Checked:
     overwrites: tuple[OwnFile, ...] = ()
 
 
-def check_job(spec: JobSpec, *, overwrite: bool = False) -> Checked:
+def check_job(spec: JobSpec, *, overwrite: bool = False, checks_budget: bool = True) -> Checked:
     """Check a spec against its model and its input.
 
     overwrite: parts of other jobs may be in the results folder
+    checks_budget: refuse a --memory in which no row at all could run; who plans refuses more
 
     Raises SpecError, DatasetError, ResultsError, EngineError: what does not fit, with what to do.
     """
     choice = choose_job_device(spec.engine)
     file = GgufFile.open(spec.model)
     hparams = _check_model(spec, file)
-    if choice.device == "cpu":
+    if checks_budget and choice.device == "cpu":
         check_cpu_budget(spec.engine, file, hparams)
     _check_tokenizer(spec, file)
     manifest, binding = _check_input(spec)
