@@ -16,6 +16,9 @@ EXPANDED = "expanded"
 class Curve:
     """Seconds by amount: straight between its points, flat before the first, straight on after.
 
+    After the last it is no flatter than on the whole way there: a disturbed measurement must not
+    make more work cost nothing.
+
     points: (amount, seconds), amounts ascending
     """
 
@@ -29,9 +32,16 @@ class Curve:
         points = self.points
         if amount <= points[0][0] or len(points) == 1:
             return points[0][1]
+        if amount > points[-1][0]:
+            return max(self._onward(points[-2], amount), self._onward(points[0], amount))
         index = min(bisect_right(points, (amount,)), len(points) - 1)
         (x0, y0), (x1, y1) = points[index - 1], points[index]
         return max(0.0, y0 + (y1 - y0) * (amount - x0) / (x1 - x0))
+
+    def _onward(self, earlier: tuple[float, float], amount: float) -> float:
+        """On the line from an earlier point through the last."""
+        (x0, y0), (x1, y1) = earlier, self.points[-1]
+        return max(0.0, y1 + (y1 - y0) * (amount - x1) / (x1 - x0))
 
     @classmethod
     def total(cls, scaled: Sequence[tuple[Curve, float]]) -> Curve:

@@ -20,11 +20,19 @@ from engine.weights import (
     layer_tensor_names,
 )
 from kernels.ops import Ops, PackedMatrix
+from nvme import ReadError
 
 
 def parcel_layouts(file: GgufFile, hparams: Hparams) -> tuple[list[SlotLayout], SlotLayout | None]:
     """Where each layer and the head lie in the file; no head where it is the embedding."""
     sizes = [path.stat().st_size for path in file.paths]
+    for tensor in file.tensors.values():
+        if tensor.offset + tensor.nbytes > sizes[tensor.file_idx]:
+            raise ReadError(
+                f"{file.paths[tensor.file_idx]} has {sizes[tensor.file_idx]:,} bytes, and "
+                f"{tensor.name} ends at {tensor.offset + tensor.nbytes:,}: it was cut short since "
+                "it was opened; put the whole file back"
+            )
     layers = [
         lay_out([file.tensors[name] for name in layer_tensor_names(layer)], sizes)
         for layer in range(hparams.num_layers)

@@ -34,6 +34,11 @@ def test_a_curve_is_straight_between_its_points_and_beyond() -> None:
     assert Curve.line(5.0, 2.0).at(10) == 25.0
 
 
+def test_a_disturbed_measurement_does_not_make_more_work_cost_nothing() -> None:
+    curve = Curve(((1, 1.0), (128, 128.0), (256, 128.0)))
+    assert curve.at(512) > 200.0
+
+
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=4))
 def test_a_sum_of_curves_is_the_sum_at_each_point(lines: list[tuple[float, float]]) -> None:
     bent = Curve(((1, 1.0), (8, 2.0), (64, 20.0)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from engine import EngineConfig, Request, SamplingParams
 from engine.engine import Engine
 from engine.extents import ALIGNMENT, lay_out
 from engine.gguf_file import GgufFile, TensorInfo
+from engine.hparams import read_hparams
 from engine.placement import spread
 from engine.ring import ByteRing
+from engine.weight_stream import parcel_layouts
 from engine.weights import layer_tensor_names
 from nvme import Reader, ReadError, open_reader
 from tests import golden
@@ -246,6 +249,19 @@ def test_extents_cover_every_tensor_at_offsets_that_agree_with_the_file(
     slots = sorted((e.slot_offset, e.slot_offset + e.nbytes) for e in layout.extents)
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(slots))
     assert slots[-1][1] <= layout.nbytes
+
+
+def test_a_file_cut_short_while_it_is_loaded_is_named_with_both_sizes(
+    model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "short.gguf"
+    path.write_bytes(model.read_bytes())
+    file = GgufFile.open(path)
+    hparams, nbytes = read_hparams(file), path.stat().st_size
+    assert file.tensors
+    os.truncate(path, nbytes // 2)
+    with pytest.raises(ReadError, match=f"short.gguf has {nbytes // 2:,} bytes.*cut short"):
+        parcel_layouts(file, hparams)
 
 
 def test_golden_model_streams_with_tied_embeddings() -> None:
