@@ -96,6 +96,7 @@ class Engine:
         pool = self._ops.kv_pool(
             kv_shape(self.hparams), num_pages=self.plan.kv_pages, kv_type=kv_type(self.config)
         )
+        self._recorded = object()  # what sweeps over this model and this pool are recorded under
         self._cache = KvCache(self.plan.kv_pages, self._ops, pool)
         stream = self._model.stream
         drains = stream is not None and self._ops.frees_pages
@@ -332,7 +333,7 @@ class Engine:
             self._page_table[chunk.slot, : len(kv.pages)] = kv.pages
         pool = self._cache.pool
         assert pool is not None
-        logits = self._forward(self._batch(chunks), pool)
+        logits = self._forward(self._batch(chunks), pool, self._recorded)
         rows = [self._running[chunk.slot] for chunk in chunks if chunk.wants_logits]
         chosen = choose(
             logits,
@@ -349,7 +350,7 @@ class Engine:
                 self._leave(row.slot)
         return finished
 
-    def _forward(self, batch: Batch, pool: KvPool) -> Float32:
+    def _forward(self, batch: Batch, pool: KvPool, key: object = None) -> Float32:
         """One pass over the layers; one whose reads fail is run again from its first layer.
 
         The tokens, their positions and their pages are the same, so what the failed pass wrote
@@ -357,7 +358,7 @@ class Engine:
         """
         for left in reversed(range(MAX_SWEEP_TRIES)):
             try:
-                return self._model.forward(batch, pool)
+                return self._model.forward(batch, pool, key)
             except ReadError:
                 self.totals.num_failed_sweeps += 1
                 if left == 0:

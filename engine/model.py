@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from engine.hparams import Hparams, rope_tables
 from engine.weight_stream import WeightStream
@@ -90,8 +90,11 @@ class Model:
         self._rope = self._tables(min(1024, hparams.context_length))
         self._heads = [self._head_params(vectors) for vectors in weights.vectors]
 
-    def forward(self, batch: Batch, pool: KvPool) -> Float32:
+    def forward(self, batch: Batch, pool: KvPool, key: Hashable = None) -> Float32:
         """Run the batch through all layers, adding its keys and values to the pool.
+
+        key: stands for the model and the pool, where both live on, so that the backend may record
+            small sweeps; an object of the caller's, which no later pair can be mistaken for
 
         Returns (num_logits, vocab_size) float32, where the operations have it: a view of a buffer
         that the next call reuses.
@@ -99,8 +102,11 @@ class Model:
         self._ensure_positions(int(batch.positions.max()) + 1)
         plan = self.ops.plan(batch, kv_shape(self.hparams), self.hparams.num_heads)
         logits = self.buffers.logits[: len(batch.logit_indices)]
-        key = None if self.stream else (id(self), id(pool), len(logits), len(self._rope.cos))
-        self.ops.run_sweep(plan, key, lambda worker: self._sweep(worker, plan, batch, pool, logits))
+        lives_on = key is not None and self.stream is None
+        calls = (key, len(logits), len(self._rope.cos)) if lives_on else None
+        self.ops.run_sweep(
+            plan, calls, lambda worker: self._sweep(worker, plan, batch, pool, logits)
+        )
         if self.stream is not None:
             self.stream.advance()
         return logits

@@ -244,6 +244,18 @@ def test_small_sweeps_are_replayed_and_give_the_same_bytes(ops: Any) -> None:
         assert ops.recordings.num_replayed - before > 90
 
 
+def test_short_prompts_in_pools_of_both_types_are_computed_anew(ops: Any) -> None:
+    """Logits come from a pool that lives for one call: nothing recorded may outlive it."""
+    ids = np.arange(5, 13, dtype=np.int32)
+    with open_engine(ops, "llama-q4_k_m") as engine:
+        first = {kv_type: engine.logits(ids, kv_type).tobytes() for kv_type in ("f16", "f32")}
+        before = ops.recordings.num_replayed
+        for kv_type in ("f32", "f16", "f16", "f32", "f32"):
+            assert engine.logits(ids, kv_type).tobytes() == first[kv_type]
+        assert ops.recordings.num_replayed == before
+    assert first["f16"] != first["f32"]
+
+
 def test_device_memory_does_not_grow_with_rows_of_changing_length(ops: Any) -> None:
     """Case 107: rows of 10 and of 300 tokens, in turn, after one of each."""
     params = SamplingParams(max_tokens=3, ignore_eos=True)
