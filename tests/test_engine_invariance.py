@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -40,11 +40,11 @@ class LogitTap:
     def __init__(self, engine: Engine) -> None:
         self.seen: dict[tuple[int, int], bytes] = {}
         self._engine = engine
-        self._forward: Callable[[Batch, KvPool], Float32] = engine._model.forward
+        self._forward: Callable[[Batch, KvPool, Hashable], Float32] = engine._model.forward
         engine._model.forward = self.forward  # type: ignore[method-assign]
 
-    def forward(self, batch: Batch, pool: KvPool) -> Float32:
-        logits = self._forward(batch, pool)
+    def forward(self, batch: Batch, pool: KvPool, key: Hashable = None) -> Float32:
+        logits = self._forward(batch, pool, key)
         for line, token in enumerate(batch.logit_indices):
             row = self._engine._running[int(batch.rows[token])].request.row_index
             self.seen[row, int(batch.positions[token])] = logits[line].tobytes()
