@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,15 +18,16 @@ from engine.devices import kv_type, open_ops, resolved
 from engine.drain import Drain
 from engine.gguf_file import GgufFile
 from engine.hparams import check_tensors, read_hparams
-from engine.kv_cache import KvCache, pages_for
+from engine.kv_cache import KvCache, RowKv, pages_for
 from engine.loading import load_model, model_sizes
 from engine.model import kv_shape
 from engine.params import validate_params
 from engine.planner import Budget, Plan, Planner, Rates, Workload
+from engine.prefix_tree import pieces_of
 from engine.requests import EngineConfig, FinishedRow, Request, RowError
-from engine.rows import ActiveRow, failed_row
+from engine.rows import ActiveRow, WaitingRow, failed_row
 from engine.sampler import choose
-from engine.scheduler import Chunk, admission_budget, compose_sweep
+from engine.scheduler import LOOK_AHEAD, Chunk, admission_budget, compose_sweep
 from engine.sweep_log import SweepLog
 from engine.tokenizer import Tokenizer
 from kernels.ops import Batch, Float32, KvPool, KvType, Ops
@@ -36,11 +38,16 @@ MAX_SWEEP_TRIES = 3
 
 @dataclass(slots=True)
 class Totals:
-    """What an engine has done since it was loaded."""
+    """What an engine has done since it was loaded.
+
+    prompt_tokens: of all rows taken on board; all but `reused_tokens` of them were computed
+    reused_tokens: of those, what earlier rows had computed
+    """
 
     num_failed_sweeps: int = 0
     num_rows: int = 0
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     completion_tokens: int = 0
 
 
@@ -101,7 +108,7 @@ class Engine:
         stream = self._model.stream
         drains = stream is not None and self._ops.frees_pages
         self._drain = Drain(self._cache, stream, pool.page_nbytes) if stream and drains else None
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[WaitingRow] = deque()
         self._rejected: list[FinishedRow] = []
         self._running: dict[int, ActiveRow] = {}
         self._free_slots = list(range(self.plan.max_rows - 1, -1, -1))
@@ -145,6 +152,11 @@ class Engine:
         return sum(row.progress().pending > 1 for row in self._running.values())
 
     @property
+    def num_cached_pages(self) -> int:
+        """KV pages without a row, kept for prompts that begin alike."""
+        return self._cache.num_cached
+
+    @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._rejected)
 
@@ -159,6 +171,7 @@ class Engine:
             "architecture": self.hparams.architecture,
             "weight_layout": "f32-panels" if self.plan.expand else "gguf-rows",
             "kv_type": self.config.kv_type,
+            "reuse_prefixes": self.config.reuse_prefixes,
             "context_length": self.context_length,
             **self.plan.record(),
             **self._load_s,
@@ -187,7 +200,8 @@ class Engine:
         except RowError as error:
             self._rejected.append(failed_row(request, error))
         else:
-            self._waiting.append(request)
+            prompt = pieces_of(request.token_ids) if self.config.reuse_prefixes else ()
+            self._waiting.append(WaitingRow(request, prompt))
 
     def sweep(self) -> list[FinishedRow]:
         """Admit what fits, run one pass over all layers, and return the rows that ended."""
@@ -304,51 +318,81 @@ class Engine:
         return len(request.token_ids) + self._most_new(request) - 1
 
     def admit(self) -> None:
-        """Take on board what the next sweep can; `sweep` does so where it was not done."""
+        """Take on board what the next sweep can; `sweep` does so where it was not done.
+
+        A row waits while another on board computes what it begins with, or all that it lacks;
+        rows behind it may go first.
+        """
         budget = admission_budget(
             (row.progress() for row in self._running.values()), self.plan.sweep_tokens
         )
-        while self._waiting and self._free_slots and budget > 0:
-            request = self._waiting[0]
-            kv = self._cache.open_row(self._most_stored(request))
+        self._keep_for_waiting()
+        passed: list[WaitingRow] = []
+        while self._waiting and self._free_slots and budget > 0 and len(passed) < LOOK_AHEAD:
+            row = self._waiting.popleft()
+            if self._cache.is_coming(row.prompt):
+                passed.append(row)
+                continue
+            kv = self._cache.open_row(self._most_stored(row.request), row.prompt)
             if kv is None:
-                return
-            self._waiting.popleft()
-            slot = self._free_slots.pop()
-            self._running[slot] = ActiveRow(
-                request,
-                slot=slot,
-                kv=kv,
-                max_new_tokens=self._most_new(request),
-                eog_ids=self.tokenizer.eog_ids,
-                token_bytes=self.tokenizer.token_bytes,
-            )
-            self.totals.prompt_tokens += len(request.token_ids)
-            budget -= len(request.token_ids)
+                passed.append(row)
+                break
+            self._take_on_board(row.request, kv)
+            budget -= len(row.request.token_ids) - kv.num_reused
+        self._waiting.extendleft(reversed(passed))
+
+    def _keep_for_waiting(self) -> None:
+        """Where the next sweep may need pages that are cached: not those wanted soon."""
+        if self._cache.num_cached and self._cache.num_free < self.plan.sweep_tokens:
+            for row in itertools.islice(self._waiting, LOOK_AHEAD):
+                self._cache.touch(row.prompt)
+
+    def _take_on_board(self, request: Request, kv: RowKv) -> None:
+        slot = self._free_slots.pop()
+        self._running[slot] = ActiveRow(
+            request,
+            slot=slot,
+            kv=kv,
+            max_new_tokens=self._most_new(request),
+            eog_ids=self.tokenizer.eog_ids,
+            token_bytes=self.tokenizer.token_bytes,
+        )
+        self.totals.prompt_tokens += len(request.token_ids)
+        self.totals.reused_tokens += kv.num_reused
 
     def _run(self, chunks: list[Chunk]) -> list[FinishedRow]:
-        for chunk in chunks:
-            kv = self._running[chunk.slot].kv
-            self._cache.extend(kv, chunk.end - chunk.begin)
-            self._page_table[chunk.slot, : len(kv.pages)] = kv.pages
+        rows = [self._running[chunk.slot] for chunk in chunks]
+        self._extend(chunks)
         pool = self._cache.pool
         assert pool is not None
-        logits = self._forward(self._batch(chunks), pool, self._recorded)
-        rows = [self._running[chunk.slot] for chunk in chunks if chunk.wants_logits]
-        chosen = choose(
-            logits,
-            [row.sampler for row in rows],
-            num_tokens=self.tokenizer.num_tokens,
-            ops=self._ops,
-        )
+        ending = [row for row, chunk in zip(rows, chunks, strict=True) if chunk.wants_logits]
+        try:
+            chosen = choose(
+                self._forward(self._batch(chunks), pool, self._recorded),
+                [row.sampler for row in ending],
+                num_tokens=self.tokenizer.num_tokens,
+                ops=self._ops,
+            )
+        except BaseException:
+            for row, chunk in zip(rows, chunks, strict=True):
+                self._cache.truncate(row.kv, chunk.begin)
+            raise
+        for row in rows:
+            self._cache.publish(row.kv)
         finished = []
-        for row, choice in zip(rows, chosen, strict=True):
+        for row, choice in zip(ending, chosen, strict=True):
             ended = row.fail(choice) if isinstance(choice, RowError) else row.accept(choice)
             self.totals.completion_tokens += not isinstance(choice, RowError)
             if ended is not None:
                 finished.append(ended)
                 self._leave(row.slot)
         return finished
+
+    def _extend(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            kv = self._running[chunk.slot].kv
+            self._cache.extend(kv, chunk.end - chunk.begin)
+            self._page_table[chunk.slot, : len(kv.pages)] = kv.pages
 
     def _forward(self, batch: Batch, pool: KvPool, key: object = None) -> Float32:
         """One pass over the layers; one whose reads fail is run again from its first layer.

@@ -1,14 +1,28 @@
-"""KV pages of rows: reservation, allocation, sharing by reference count, truncate and fork.
+"""KV pages of rows: reservation, allocation, reuse of prompts, truncate and fork.
 
-A row reserves the pages of its maximal length when it is admitted and takes them as it grows.
-Every row counts with its full reservation, shared pages or not, so the distinct pages in use
-never pass the pool and growing, or copying a shared page, cannot fail once a row is on board.
+A row reserves what it may need beyond the full pages that the prefix tree shares with others,
+and takes it as it grows. Those shared pages count once, however many rows hold them. So
+
+    reserved by rows + full pages of the tree that rows hold + withdrawn <= pages of the pool
+
+and every other page is free or idle in the tree, to be had for the asking: growing, or copying a
+shared page, cannot fail once a row is on board, and pages kept for reuse keep no row out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.prefix_tree import (
+    Match,
+    Node,
+    PrefixTree,
+    promise,
+    take_back,
+    tokens_in,
+    tokens_of,
+)
 from kernels.ops import PAGE_TOKENS, KvPool, Ops
 
 
@@ -19,11 +33,30 @@ def pages_for(num_tokens: int) -> int:
 
 @dataclass(slots=True)
 class RowKv:
-    """One row's share of the cache: `pages` hold positions [0, num_tokens)."""
+    """One row's share of the cache: `pages` hold positions [0, num_tokens).
+
+    prompt: its pieces; empty once all of them are in the tree, or where none shall be
+    parent: node of the last full page in the tree
+    num_shared: leading pages that are full pages of the tree
+    num_reused: tokens that the tree had
+    """
 
     max_pages: int
+    prompt: Sequence[bytes]
+    parent: Node
     pages: list[int] = field(default_factory=list)
     num_tokens: int = 0
+    num_shared: int = 0
+    num_reused: int = 0
+
+    @property
+    def num_reserved(self) -> int:
+        return self.max_pages - self.num_shared
+
+    @property
+    def next_piece(self) -> bytes | None:
+        """The first piece of the prompt that is not in the tree."""
+        return self.prompt[self.num_shared] if self.num_shared < len(self.prompt) else None
 
 
 class KvCache:
@@ -36,8 +69,9 @@ class KvCache:
         self.num_pages = num_pages
         self.pool = pool
         self._ops = ops
+        self._tree = PrefixTree()
         self._free = list(range(num_pages - 1, -1, -1))
-        self._references = [0] * num_pages
+        self._references = [0] * num_pages  # by rows
         self._reserved = 0
         self._withdrawn: list[int] = []
 
@@ -47,9 +81,14 @@ class KvCache:
         return len(self._free)
 
     @property
+    def num_cached(self) -> int:
+        """Pages that no row holds, kept for prompts to come."""
+        return self._tree.num_idle
+
+    @property
     def num_unreserved(self) -> int:
         """Pages that no row on board may still claim, and that are in use."""
-        return self.num_pages - self._reserved - len(self._withdrawn)
+        return self.num_pages - self._reserved - self._tree.num_held - len(self._withdrawn)
 
     @property
     def num_withdrawn(self) -> int:
@@ -57,15 +96,61 @@ class KvCache:
         return len(self._withdrawn)
 
     def references(self, page: int) -> int:
+        """Rows that hold a page."""
         return self._references[page]
 
-    def open_row(self, max_tokens: int) -> RowKv | None:
-        """Reserve room for a row of `max_tokens`; None where the pool is too full now."""
-        max_pages = pages_for(max_tokens)
-        if max_pages > self.num_unreserved:
+    # ---- prompts ---------------------------------------------------------------------------
+
+    def is_coming(self, prompt: Sequence[bytes]) -> bool:
+        """Whether a row on board is computing the next page of a prompt, or all that it lacks."""
+        if not prompt:
+            return False
+        nodes, last = self._tree.walk(prompt, tokens_of(prompt) - 1)
+        piece = prompt[len(nodes)]
+        return piece in last.promised and tokens_in(piece) > 1
+
+    def touch(self, prompt: Sequence[bytes]) -> None:
+        """Keep what the tree has of a prompt longer than what nobody asks for."""
+        self._touch(self._find(prompt))
+
+    def publish(self, row: RowKv) -> None:
+        """Share the pieces of a row's prompt that have been computed.
+
+        To be called when the positions that `extend` gave the row have been written. A full page
+        that is in the tree already takes the place of the row's own.
+        """
+        self._take_promise_back(row)
+        while (piece := row.next_piece) and self._is_written(row, piece):
+            if tokens_in(piece) == PAGE_TOKENS:
+                self._share_page(row, piece)
+            else:
+                self._add_tail(row, piece)
+        self._promise_next(row)
+
+    # ---- rows ------------------------------------------------------------------------------
+
+    def open_row(self, max_tokens: int, prompt: Sequence[bytes] = ()) -> RowKv | None:
+        """Reserve room for a row of `max_tokens`; None where the pool is too full now.
+
+        prompt: the row begins with what the tree has of it, but for its last token at least, and
+            gives what it computes of it to the tree; without one it has nothing to do with others
+        """
+        match = self._find(prompt)
+        max_pages, num_shared = pages_for(max_tokens), len(match.nodes)
+        woken = sum(not node.is_held for node in match.nodes)
+        if max_pages - num_shared + woken > self.num_unreserved:
             return None
-        self._reserved += max_pages
-        return RowKv(max_pages=max_pages)
+        row = RowKv(max_pages, prompt, match.last, num_shared=num_shared)
+        self._reserved += row.num_reserved
+        for node in match.nodes:
+            self._hold(node.page)
+            row.pages.append(node.page)
+        self._touch(match)
+        if match.source is not None:
+            row.pages.append(self._copy(match.source.page))
+        row.num_tokens = row.num_reused = match.num_tokens
+        self._promise_next(row)
+        return row
 
     def extend(self, row: RowKv, num_tokens: int) -> None:
         """Make positions [row.num_tokens, row.num_tokens + num_tokens) writable.
@@ -80,35 +165,43 @@ class KvCache:
         row.num_tokens = end
 
     def truncate(self, row: RowKv, num_tokens: int) -> None:
-        """Forget positions from `num_tokens` on."""
-        assert 0 <= num_tokens <= row.num_tokens, (num_tokens, row.num_tokens)
-        keep = pages_for(num_tokens)
-        for page in row.pages[keep:]:
-            self._drop(page)
-        del row.pages[keep:]
+        """Forget positions from `num_tokens` on, but none in full pages that the tree shares."""
+        assert num_tokens <= row.num_tokens, (num_tokens, row.num_tokens)
+        assert num_tokens >= row.num_shared * PAGE_TOKENS, (num_tokens, row.num_shared)
+        self._drop_from(row, pages_for(num_tokens))
         row.num_tokens = num_tokens
 
     def fork(self, row: RowKv, max_tokens: int) -> RowKv | None:
-        """Open a row that shares all of `row`'s pages; None where the pool is too full now."""
-        child = self.open_row(max(max_tokens, row.num_tokens))
-        if child is None:
+        """Open a row that shares all of `row`'s pages; None where the pool is too full now.
+
+        What it computes stays its own.
+        """
+        piece = row.next_piece
+        assert piece is None or not self._is_written(row, piece), "publish before a fork"
+        max_pages = pages_for(max(max_tokens, row.num_tokens))
+        if max_pages - row.num_shared > self.num_unreserved:
             return None
-        for page in row.pages:
+        child = RowKv(max_pages, (), row.parent, list(row.pages), row.num_tokens, row.num_shared)
+        self._reserved += child.num_reserved
+        for page in child.pages:
             self._references[page] += 1
-        child.pages = list(row.pages)
-        child.num_tokens = row.num_tokens
         return child
 
     def close_row(self, row: RowKv) -> None:
-        """Give back a row's pages and its reservation."""
-        self.truncate(row, 0)
-        self._reserved -= row.max_pages
-        row.max_pages = 0
+        """Give back a row's pages and its reservation; the tree keeps those it has."""
+        self._take_promise_back(row)
+        nodes = (self._tree.at(page) for page in row.pages)
+        self._tree.touch(node for node in nodes if node is not None)
+        self._reserved -= row.num_reserved
+        self._drop_from(row, 0)
+        row.max_pages = row.num_shared = row.num_tokens = 0
+
+    # ---- the pool --------------------------------------------------------------------------
 
     def withdraw(self, num_pages: int) -> None:
         """Take unreserved pages out of use and give their memory back."""
         assert num_pages <= self.num_unreserved, (num_pages, self.num_unreserved)
-        pages = [self._free.pop() for _ in range(num_pages)]
+        pages = [self._take_unused() for _ in range(num_pages)]
         self._withdrawn += pages
         if self._ops is not None and self.pool is not None:
             self._ops.kv_release(self.pool, pages)
@@ -118,22 +211,88 @@ class KvCache:
         self._free += self._withdrawn
         self._withdrawn.clear()
 
+    def _find(self, prompt: Sequence[bytes]) -> Match:
+        return self._tree.find(prompt, max(0, tokens_of(prompt) - 1))
+
+    def _touch(self, match: Match) -> None:
+        source = [] if match.source is None else [match.source]
+        self._tree.touch(match.nodes + source)
+
+    def _promise_next(self, row: RowKv) -> None:
+        if (piece := row.next_piece) is not None:
+            promise(row.parent, piece)
+
+    def _take_promise_back(self, row: RowKv) -> None:
+        if (piece := row.next_piece) is not None:
+            take_back(row.parent, piece)
+
+    def _is_written(self, row: RowKv, piece: bytes) -> bool:
+        return row.num_shared * PAGE_TOKENS + tokens_in(piece) <= row.num_tokens
+
+    def _share_page(self, row: RowKv, piece: bytes) -> None:
+        own = row.pages[row.num_shared]
+        node = row.parent.children.get(piece)
+        if node is None:
+            node = self._tree.insert(row.parent, piece, own)
+        elif node.page != own:
+            self._hold(node.page)
+            row.pages[row.num_shared] = node.page
+            self._drop(own)
+        row.parent = node
+        row.num_shared += 1
+        self._reserved -= 1
+
+    def _add_tail(self, row: RowKv, piece: bytes) -> None:
+        """The row goes on writing into this page, after the tokens that the tree knows of."""
+        if row.parent.closest(piece)[1] < tokens_in(piece):
+            self._tree.insert(row.parent, piece, row.pages[row.num_shared])
+        row.prompt = ()
+
     def _own_last_page(self, row: RowKv) -> None:
-        if row.num_tokens % PAGE_TOKENS == 0 or self._references[row.pages[-1]] == 1:
+        filled = row.num_tokens % PAGE_TOKENS
+        if filled == 0:
             return
-        shared = row.pages[-1]
-        own = self._take()
-        if self._ops is not None and self.pool is not None:
-            self._ops.kv_copy(self.pool, shared, own)
-        row.pages[-1] = own
-        self._drop(shared)
+        page = row.pages[-1]
+        node = self._tree.at(page)
+        known = node if node is not None and tokens_in(node.piece) > filled else None
+        if self._references[page] > 1 or (known is not None and known.is_full):
+            row.pages[-1] = self._copy(page)
+            self._drop(page)
+        elif known is not None:
+            self._tree.remove(known)
+
+    def _copy(self, source: int) -> int:
+        # Where the source itself is the one page to be had, it holds the tokens already.
+        page = self._take()
+        if page != source and self._ops is not None and self.pool is not None:
+            self._ops.kv_copy(self.pool, source, page)
+        return page
 
     def _take(self) -> int:
-        page = self._free.pop()
+        page = self._take_unused()
         self._references[page] = 1
         return page
 
+    def _take_unused(self) -> int:
+        return self._free.pop() if self._free else self._tree.evict()
+
+    def _hold(self, page: int) -> None:
+        node = self._tree.at(page)
+        if node is not None and self._references[page] == 0:
+            self._tree.hold(node)
+        self._references[page] += 1
+
+    def _drop_from(self, row: RowKv, index: int) -> None:
+        for page in row.pages[index:]:
+            self._drop(page)
+        del row.pages[index:]
+
     def _drop(self, page: int) -> None:
         self._references[page] -= 1
-        if self._references[page] == 0:
+        if self._references[page]:
+            return
+        node = self._tree.at(page)
+        if node is None:
             self._free.append(page)
+        else:
+            self._tree.let_go(node)

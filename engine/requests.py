@@ -157,6 +157,8 @@ class FinishedRow:
     finish_reason: "stop", "length", or None for an error
     stop_reason: the stop text, or the id of the token that ended the row, as text
     token_ids: generated ids, the ending token included
+    reused_tokens: prompt tokens that earlier rows had computed; how a row came about, not what it
+        is, so that equal rows may differ in it
     warnings: what was replaced or adjusted, by name
     """
 
@@ -169,7 +171,7 @@ class FinishedRow:
     stop_reason: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    reused_tokens: int = 0
+    reused_tokens: int = field(default=0, compare=False)
     logprobs: tuple[TokenLogprob, ...] | None = None
     warnings: Mapping[str, Any] = field(default_factory=dict)
     error_code: str | None = None
@@ -183,6 +185,7 @@ class EngineConfig:
     device: "gpu" refuses to start without one; "auto" takes a GPU where one can be used
     kv_type: element type of the KV cache; None takes the backend's: f32 on a CPU, f16 on a GPU
     kv_memory_nbytes: budget of the KV pool
+    reuse_prefixes: keep the KV pages of prompts for others that begin alike
     sweep_tokens: most tokens of one sweep
     expand: "auto" keeps weights as float32 where they fit in half of the free memory, "never"
         keeps them quantised, "always" refuses to start where they do not fit
@@ -197,6 +200,7 @@ class EngineConfig:
     device: Literal["auto", "cpu", "gpu"] = "auto"
     kv_type: Literal["f32", "f16"] | None = None
     kv_memory_nbytes: int | None = None
+    reuse_prefixes: bool = True
     sweep_tokens: int | None = None
     expand: Literal["auto", "never", "always"] = "auto"
     num_threads: int | None = None

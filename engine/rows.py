@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -12,6 +13,17 @@ from engine.requests import FinishedRow, Request, RowError, TokenLogprob
 from engine.sampler import Chosen, RowSampler, ending_token
 from engine.scheduler import Chunk, Progress
 from engine.text import RowText
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRow:
+    """A row that is not on board yet.
+
+    prompt: its pieces, as the prefix tree knows them; none where nothing is reused
+    """
+
+    request: Request
+    prompt: Sequence[bytes]
 
 
 class ActiveRow:
@@ -92,6 +104,7 @@ class ActiveRow:
             stop_reason=stop_reason,
             prompt_tokens=self._num_prompt,
             completion_tokens=len(generated),
+            reused_tokens=self.kv.num_reused,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
             warnings=warnings,
         )

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+LOOK_AHEAD = 128  # rows that may be passed over while what they begin with is being computed
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:

@@ -1,0 +1,225 @@
+"""Beginnings of prompts whose KV pages are at hand: a tree with one page in each node.
+
+A node stands for the tokens of its page, after all those of its parents. Only a leaf may be
+partly filled. Rows hold pages: who holds one holds those of all its parents too, so a node that
+nobody holds is never above one that somebody does, and everything idle can go, leaves first.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.ops import PAGE_TOKENS
+
+_ID_NBYTES = 4
+PIECE_NBYTES = PAGE_TOKENS * _ID_NBYTES
+
+
+def pieces_of(token_ids: npt.NDArray[np.int32]) -> tuple[bytes, ...]:
+    """A prompt cut into pages: what the tree knows it by. The last one may be short.
+
+    Ids are big-endian, so that pieces are ordered as their tokens are.
+    """
+    data = token_ids.astype(">u4").tobytes()
+    return tuple(data[at : at + PIECE_NBYTES] for at in range(0, len(data), PIECE_NBYTES))
+
+
+def tokens_in(piece: bytes) -> int:
+    return len(piece) // _ID_NBYTES
+
+
+def tokens_of(pieces: Sequence[bytes]) -> int:
+    """Tokens of a whole prompt."""
+    return (len(pieces) - 1) * PAGE_TOKENS + tokens_in(pieces[-1]) if pieces else 0
+
+
+def num_common(a: bytes, b: bytes) -> int:
+    """Tokens with which both pieces begin."""
+    nbytes = min(len(a), len(b))
+    differing = int.from_bytes(a[:nbytes]) ^ int.from_bytes(b[:nbytes])
+    return (8 * nbytes - differing.bit_length()) // (8 * _ID_NBYTES)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One page of some prompts.
+
+    piece: the ids of its valid tokens; what its page holds after them is anybody's
+    is_held: by a row on board
+    promised: pieces that rows on board are computing to follow this one, with how many rows
+    """
+
+    parent: Node | None
+    piece: bytes
+    page: int
+    is_held: bool = True
+    last_used: int = 0
+    children: dict[bytes, Node] = field(default_factory=dict)
+    ordered: list[bytes] = field(default_factory=list)  # pieces of `children`
+    promised: dict[bytes, int] = field(default_factory=dict)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.piece) == PIECE_NBYTES
+
+    @property
+    def can_go(self) -> bool:
+        return self.parent is not None and not (self.is_held or self.children)
+
+    def closest(self, piece: bytes) -> tuple[Node | None, int]:
+        """The child that begins most like `piece`, and with how many of its tokens."""
+        at = bisect.bisect_left(self.ordered, piece)
+        near = self.ordered[max(0, at - 1) : at + 1]  # no other has more in common
+        best = max(near, key=lambda other: num_common(other, piece), default=b"")
+        count = num_common(best, piece)
+        return (self.children[best], count) if count else (None, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the tree has of a prompt.
+
+    nodes: full pages, from the first on
+    last: the last of them, or the root
+    source, num_common: the page that goes on most like the prompt, and with how many tokens
+    """
+
+    nodes: list[Node]
+    last: Node
+    source: Node | None
+    num_common: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.nodes) * PAGE_TOKENS + self.num_common
+
+
+class PrefixTree:
+    """Which pages hold which beginnings of prompts; it neither takes nor frees pages.
+
+    num_idle: pages that no row holds
+    num_held: full pages that rows hold
+    """
+
+    def __init__(self) -> None:
+        self.root = Node(None, b"", -1)
+        self.num_idle = 0
+        self.num_held = 0
+        self._by_page: dict[int, Node] = {}
+        self._clock = 0
+        self._serial = itertools.count()
+        self._leaving: list[tuple[int, int, Node]] = []  # heap of leaves by last use; some stale
+
+    def __len__(self) -> int:
+        return len(self._by_page)
+
+    def at(self, page: int) -> Node | None:
+        """The node of a page, where the tree has it."""
+        return self._by_page.get(page)
+
+    def walk(self, pieces: Sequence[bytes], num_tokens: int) -> tuple[list[Node], Node]:
+        """Full pages of the first `num_tokens` that are there, and the last of them."""
+        node, nodes = self.root, []
+        for piece in pieces[: num_tokens // PAGE_TOKENS]:
+            child = node.children.get(piece)
+            if child is None:
+                break
+            nodes.append(child)
+            node = child
+        return nodes, node
+
+    def find(self, pieces: Sequence[bytes], num_tokens: int) -> Match:
+        """The longest beginning of a prompt that is there, at most `num_tokens` of it."""
+        nodes, last = self.walk(pieces, num_tokens)
+        left = num_tokens - len(nodes) * PAGE_TOKENS
+        rest = pieces[len(nodes)][: left * _ID_NBYTES] if left else b""
+        source, count = last.closest(rest)
+        return Match(nodes, last, source, count)
+
+    def insert(self, parent: Node, piece: bytes, page: int) -> Node:
+        """Add a page that a row holds, with its parents."""
+        assert parent.is_held and piece not in parent.children and page not in self._by_page
+        node = Node(parent, piece, page)
+        parent.children[piece] = node
+        bisect.insort(parent.ordered, piece)
+        self._by_page[page] = node
+        self.num_held += node.is_full
+        self.touch([node])
+        return node
+
+    def remove(self, node: Node) -> None:
+        """Forget a leaf."""
+        parent = node.parent
+        assert parent is not None and not node.children and not node.promised
+        del parent.children[node.piece]
+        del parent.ordered[bisect.bisect_left(parent.ordered, node.piece)]
+        del self._by_page[node.page]
+        node.parent = None
+        if node.is_held:
+            self.num_held -= node.is_full
+        else:
+            self.num_idle -= 1
+        self._may_leave(parent)
+
+    def evict(self) -> int:
+        """Forget the leaf that was unused for longest; returns its page.
+
+        Raises IndexError: nothing is idle.
+        """
+        while True:
+            last_used, _, node = heapq.heappop(self._leaving)
+            if node.can_go and node.last_used == last_used:
+                self.remove(node)
+                return node.page
+
+    def hold(self, node: Node) -> None:
+        """A row holds the page now, and nobody did before."""
+        assert not node.is_held
+        node.is_held = True
+        self.num_idle -= 1
+        self.num_held += node.is_full
+
+    def let_go(self, node: Node) -> None:
+        """No row holds the page any more."""
+        assert node.is_held
+        node.is_held = False
+        self.num_idle += 1
+        self.num_held -= node.is_full
+        self._may_leave(node)
+
+    def touch(self, nodes: Iterable[Node]) -> None:
+        """These are used now, all at once."""
+        self._clock += 1
+        for node in nodes:
+            node.last_used = self._clock
+            self._may_leave(node)
+
+    def _may_leave(self, node: Node) -> None:
+        if node.can_go:
+            heapq.heappush(self._leaving, (node.last_used, next(self._serial), node))
+            if len(self._leaving) > 4 * len(self._by_page) + PAGE_TOKENS:
+                self._forget_stale()
+
+    def _forget_stale(self) -> None:
+        leaves = [node for node in self._by_page.values() if node.can_go]
+        self._leaving = [(node.last_used, next(self._serial), node) for node in leaves]
+        heapq.heapify(self._leaving)
+
+
+def promise(parent: Node, piece: bytes) -> None:
+    """A row on board is computing `piece`, to follow `parent`."""
+    parent.promised[piece] = parent.promised.get(piece, 0) + 1
+
+
+def take_back(parent: Node, piece: bytes) -> None:
+    """It is computed, or its row has left."""
+    left = parent.promised.pop(piece) - 1
+    if left:
+        parent.promised[piece] = left
