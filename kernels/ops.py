@@ -102,7 +102,8 @@ class Batch:
     token_ids: (num_tokens,) int32
     positions: (num_tokens,) int32, position of each token in its row
     rows: (num_tokens,) int32, index into `page_table`
-    page_table: (num_rows, max_pages) int32, page of each 32 positions of a row; -1 where none
+    page_table: (num_rows, max_pages) int32, page of each 32 positions of a row; -1 where none;
+        rows may have pages in common where all of their positions lie before the tokens
     segments: (num_segments, 2) int32, token ranges [begin, end) of one row each, with
         consecutive positions; they cover all tokens in order
     logit_indices: (num_logits,) int32, tokens whose logits are wanted, in ascending order

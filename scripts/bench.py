@@ -8,6 +8,7 @@
     python -m scripts.bench stream  --model MODEL      a model that streams, by rows on board
     python -m scripts.bench placement --model MODEL    interleaved against contiguous layers
     python -m scripts.bench memory  --model MODEL --memory SIZE   what a job's actor takes
+    python -m scripts.bench attention                  64 rows on pages that they share, or not
 
 Figures are medians of interleaved repeats. `--json FILE` keeps every sample.
 """
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from scripts.bench_attention import bench_attention
 from scripts.bench_engine import bench_decode, bench_prefill
 from scripts.bench_job import bench_job
 from scripts.bench_memory import bench_memory
@@ -37,13 +39,14 @@ BENCHES: dict[str, Callable[[argparse.Namespace], Report]] = {
     "stream": bench_stream,
     "placement": bench_placement,
     "memory": bench_memory,
+    "attention": bench_attention,
 }
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bench", choices=BENCHES)
-    parser.add_argument("--model", type=Path, required=True, help="GGUF file")
+    parser.add_argument("--model", type=Path, help="GGUF file (all but attention)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rows", type=int, default=128, help="rows on board (decode, peer)")
     parser.add_argument("--context", type=int, default=128, help="tokens of a prompt")
@@ -56,7 +59,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="worker threads; default: every core")
     parser.add_argument("--llama-batched-bench", type=Path, help="peer's program (peer)")
     parser.add_argument("--json", type=Path, help="write all samples here")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.model is None and options.bench != "attention":
+        parser.error(f"{options.bench} needs --model")
+    return options
 
 
 def main() -> None:

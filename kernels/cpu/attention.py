@@ -7,11 +7,15 @@ For a query with n positions before and at its own, and each block of them,
 are merged in order into (m, l, o), and the result is o / l. Scores are chains over the key's
 length, o_b chains over the block's positions, l_b a tree over lanes; none of them contains a
 position after the query's own, so the bits depend on the query and its row alone: not on the
-queries that share a page's conversion with it, nor on how a prompt was cut into chunks.
+queries that are computed beside it, nor on how a prompt was cut into chunks.
 
-A task is a few consecutive tokens of one segment and one KV head. Scratch per worker, in floats:
-queries (rows, key_length), scores (rows, 256), o and o_b (rows, value_stride), m, l, m_b and l_b
-(rows), one page of keys and one of values.
+A piece is a few consecutive tokens of one segment. A task is one KV head of a few pieces, block
+by block. Pieces whose rows have a page in common, all of it before their tokens, go through it
+together, so that a prefix that rows share is read once for many of them; each row's sums run in
+the same order as they would over pages of its own.
+
+Scratch per worker, in floats: queries (rows, key_length), scores (rows, 256), o and o_b (rows,
+value_stride), m, l, m_b and l_b (rows), one page of keys and one of values.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from kernels.cpu.jit import (
     I32_MATRIX,
     I32_VECTOR,
     I64,
+    I64_MATRIX,
     I64_VECTOR,
     inlined,
     kernel,
@@ -47,45 +52,70 @@ from kernels.cpu.vector import (
 )
 
 BLOCK = 256  # positions of a partial
-TASK_ROWS = 32  # most query rows (tokens x heads of a group) of a task of several tokens
+PIECE_ROWS = 32  # most query rows (tokens x heads of a group) of a piece of several tokens
+TASK_ROWS = 64  # most query rows of a task of several pieces
 
 
-def task_tokens(group: int) -> int:
-    """Most tokens of one task, for `group` query heads per KV head."""
-    return max(1, TASK_ROWS // group)
+def piece_tokens(group: int) -> int:
+    """Most tokens of one piece, for `group` query heads per KV head."""
+    return max(1, PIECE_ROWS // group)
 
 
 def scratch_len(group: int, key_length: int, value_stride: int) -> int:
     """Floats of scratch that a worker needs."""
-    rows = group * task_tokens(group)
+    rows = max(group, TASK_ROWS)
     return rows * (key_length + BLOCK + 2 * value_stride + 4) + PAGE * (key_length + value_stride)
 
 
-class _Row(NamedTuple):
-    """One row's pages of a layer and KV head."""
+# Columns of a visit: page of the row, a piece that has it, its first row in scratch, and the
+# tokens of all pieces that go through the page together.
+_NUMBER, _PIECE, _ROW, _TOKENS = range(4)
+VISITS_SHAPE = (BLOCK // PAGE * TASK_ROWS, 4)
 
+
+class _Sweep(NamedTuple):
+    """What all tasks of a sweep share: the pieces, where their rows lie, one layer's cache."""
+
+    pieces: Any
+    positions: Any
+    rows: Any
+    page_table: Any
     keys: Any
     values: Any
     layer: Any
-    pages: Any
-    kv_head: Any
+    group: Any
 
 
 @inlined
-def _head(c: Any, number: int) -> Any:
-    """Flat index of page `number` of the row, in layers, pages and heads."""
-    page = c.layer * c.keys.shape[1] + np.int64(c.pages[number])
-    return page * c.keys.shape[2] + c.kv_head
+def _num_tokens(c: Any, piece: int) -> Any:
+    return np.int64(c.pieces[piece, 1]) - np.int64(c.pieces[piece, 0])
 
 
 @inlined
-def _key_page(c: Any, number: int) -> Any:
-    return pointer(c.keys, _head(c, number) * c.keys.shape[3] * PAGE)
+def _first_position(c: Any, piece: int) -> Any:
+    return np.int64(c.positions[c.pieces[piece, 0]])
 
 
 @inlined
-def _value_page(c: Any, number: int) -> Any:
-    return pointer(c.values, _head(c, number) * c.values.shape[4] * PAGE)
+def _end_position(c: Any, piece: int) -> Any:
+    return _first_position(c, piece) + _num_tokens(c, piece)
+
+
+@inlined
+def _head(c: Any, kv_head: int, piece: int, number: int) -> Any:
+    """Flat index of page `number` of a piece's row, in layers, pages and heads."""
+    page = np.int64(c.page_table[c.rows[c.pieces[piece, 0]], number])
+    return (c.layer * c.keys.shape[1] + page) * c.keys.shape[2] + kv_head
+
+
+@inlined
+def _key_page(c: Any, kv_head: int, piece: int, number: int) -> Any:
+    return pointer(c.keys, _head(c, kv_head, piece, number) * c.keys.shape[3] * PAGE)
+
+
+@inlined
+def _value_page(c: Any, kv_head: int, piece: int, number: int) -> Any:
+    return pointer(c.values, _head(c, kv_head, piece, number) * c.values.shape[4] * PAGE)
 
 
 def _floats(page: Any, count: int, scratch: Any) -> Any:
@@ -222,17 +252,25 @@ def _merge(s: Any, row: int, stride: int, scale: Any) -> None:
 
 
 @inlined
-def _start(s: Any, q: Any, at: int, tokens: int, group: int, length: int, stride: int) -> None:
-    """Gather the queries of `tokens` tokens, one KV head's group of each; empty (m, l, o)."""
-    for t in range(tokens):
-        source = pointer(q, at + t * q.shape[1])
-        for i in range(group * length):
-            put(s.queries, t * group * length + i, get(source, i))
-    for i in range(tokens * group * stride):
+def _start(s: Any, c: Any, q: Any, kv_head: int, begin: int, end: int) -> Any:
+    """Gather the queries of pieces [begin, end), a group of heads of each token; empty (m, l, o).
+
+    Returns the position after the last.
+    """
+    width, stride, row, longest = c.group * c.keys.shape[3], c.values.shape[4], 0, 0
+    for piece in range(begin, end):
+        for token in range(c.pieces[piece, 0], c.pieces[piece, 1]):
+            source = pointer(q, np.int64(token) * q.shape[1] + kv_head * width)
+            for i in range(width):
+                put(s.queries, row * c.keys.shape[3] + i, get(source, i))
+            row += c.group
+        longest = max(longest, _end_position(c, piece))
+    for i in range(row * stride):
         put(s.sums, i, np.float32(0.0))
-    for row in range(tokens * group):
-        put(s.mosts, row, np.float32(-np.inf))
-        put(s.totals, row, np.float32(0.0))
+    for r in range(row):
+        put(s.mosts, r, np.float32(-np.inf))
+        put(s.totals, r, np.float32(0.0))
+    return longest
 
 
 @inlined
@@ -240,83 +278,157 @@ def _weigh_page(
     s: Any,
     values: Any,
     start: int,
-    at: int,
     first: int,
     tokens: int,
     group: int,
+    row: int,
     stride: int,
     ahead: Any,
     itemsize: int,
 ) -> None:
-    """Add the page from position `start` on to the block's sums; its scores begin at `at`.
+    """Add the page from position `start` on to the sums of the rows from `row` on.
 
+    first: position of the first of the tokens; the others follow it, or lie past the page as well
     Only positions up to a query's own take part: tokens that see the whole page go together,
     those that end inside it one by one.
     """
+    at = start % BLOCK
     whole = min(max(start + PAGE - 1 - first, 0), tokens)
     for t in range(max(start - first, 0), whole):
-        row, count = t * group, first + t + 1 - start
-        scores, sums = advance(s.scores, row * BLOCK + at), advance(s.block_sums, row * stride)
+        r, count = row + t * group, first + t + 1 - start
+        scores, sums = advance(s.scores, r * BLOCK + at), advance(s.block_sums, r * stride)
         _weigh(scores, group, values, stride, count, sums, ahead, itemsize)
-    row = whole * group
-    scores, sums = advance(s.scores, row * BLOCK + at), advance(s.block_sums, row * stride)
-    _weigh(scores, tokens * group - row, values, stride, PAGE, sums, ahead, itemsize)
+    r = row + whole * group
+    scores, sums = advance(s.scores, r * BLOCK + at), advance(s.block_sums, r * stride)
+    _weigh(scores, (tokens - whole) * group, values, stride, PAGE, sums, ahead, itemsize)
 
 
 @inlined
-def _block(
-    s: Any, c: Any, block: int, first: int, tokens: int, group: int, scale: Any, after: Any
-) -> None:
-    """Positions [block, block + 256) of each row: one partial, merged into (m, l, o).
+def _list_visits(c: Any, begin: int, end: int, block: int, visits: Any) -> Any:
+    """Note the pages of positions [block, block + 256) that pieces [begin, end) go through.
 
-    after: the page that is needed next
+    Returns their number.
     """
-    length, stride, itemsize = c.keys.shape[3], c.values.shape[4], c.keys.itemsize
-    rows, begin = tokens * group, block // PAGE
-    end = min(begin + BLOCK // PAGE, (first + tokens - 1) // PAGE + 1)
-    for number in range(begin, end):
-        ahead = _key_page(c, number + 1) if number + 1 < end else _value_page(c, begin)
-        keys = _floats(_key_page(c, number), length * PAGE, s.key_page)
-        scores = advance(s.scores, number * PAGE - block)
-        _scores(s.queries, rows, length, keys, scores, bytes_of(ahead), itemsize)
-    seen_from = max(block - first, 0) * group  # rows before see nothing of this block
-    for row in range(seen_from, rows):
-        count = min(BLOCK, first + row // group + 1 - block)
-        most, total = _exponentiate(advance(s.scores, row * BLOCK), count, scale)
-        put(s.block_mosts, row, most)
-        put(s.block_totals, row, total)
-    for i in range(seen_from * stride, rows * stride):
-        put(s.block_sums, i, np.float32(0.0))
-    for number in range(begin, end):
-        ahead = _value_page(c, number + 1) if number + 1 < end else after
-        values = _floats(_value_page(c, number), PAGE * stride, s.value_page)
-        start = number * PAGE
+    count = 0
+    for number in range(block // PAGE, (block + BLOCK) // PAGE):
+        row, piece = 0, begin
+        while piece < end:
+            until, tokens = piece + 1, _num_tokens(c, piece)
+            while until < end and number * PAGE < c.pieces[until, 2]:
+                tokens += _num_tokens(c, until)
+                until += 1
+            if number * PAGE < _end_position(c, piece):
+                visits[count, _NUMBER], visits[count, _PIECE] = number, piece
+                visits[count, _ROW], visits[count, _TOKENS] = row, tokens
+                count += 1
+            row += tokens * c.group
+            piece = until
+    return count
+
+
+@inlined
+def _score_block(s: Any, c: Any, kv_head: int, visits: Any, count: int) -> None:
+    """The scores of all rows of a task, page by page."""
+    length, itemsize = c.keys.shape[3], c.keys.itemsize
+    for i in range(count):
+        number, piece, row = visits[i, _NUMBER], visits[i, _PIECE], visits[i, _ROW]
+        if i + 1 < count:
+            ahead = _key_page(c, kv_head, visits[i + 1, _PIECE], visits[i + 1, _NUMBER])
+        else:
+            ahead = _value_page(c, kv_head, visits[0, _PIECE], visits[0, _NUMBER])
+        keys = _floats(_key_page(c, kv_head, piece, number), length * PAGE, s.key_page)
+        scores = advance(s.scores, row * BLOCK + number * PAGE % BLOCK)
+        queries, rows = advance(s.queries, row * length), visits[i, _TOKENS] * c.group
+        _scores(queries, rows, length, keys, scores, bytes_of(ahead), itemsize)
+
+
+@inlined
+def _weigh_block(s: Any, c: Any, kv_head: int, visits: Any, count: int, after: Any) -> None:
+    """The sums of all rows of a task, page by page. after: the page that is needed next"""
+    stride, itemsize = c.values.shape[4], c.values.itemsize
+    for i in range(count):
+        number, piece, row = visits[i, _NUMBER], visits[i, _PIECE], visits[i, _ROW]
+        if i + 1 < count:
+            ahead = _value_page(c, kv_head, visits[i + 1, _PIECE], visits[i + 1, _NUMBER])
+        else:
+            ahead = after
+        values = _floats(_value_page(c, kv_head, piece, number), PAGE * stride, s.value_page)
         _weigh_page(
             s,
             values,
-            start,
-            start - block,
-            first,
-            tokens,
-            group,
+            number * PAGE,
+            _first_position(c, piece),
+            visits[i, _TOKENS],
+            c.group,
+            row,
             stride,
             bytes_of(ahead),
             itemsize,
         )
-    for row in range(seen_from, rows):
-        _merge(s, row, stride, scale)
 
 
 @inlined
-def _finish(s: Any, tokens: int, group: int, stride: int, length: int, out: Any, at: int) -> None:
-    """out = o / l, for one KV head's group of each token."""
-    for t in range(tokens):
-        for h in range(group):
-            row = t * group + h
-            target = pointer(out, at + t * out.shape[1] + h * length)
-            total = get(s.totals, row)
-            for d in range(length):
-                put(target, d, get(s.sums, row * stride + d) / total)
+def _block(
+    s: Any,
+    c: Any,
+    kv_head: int,
+    begin: int,
+    end: int,
+    block: int,
+    scale: Any,
+    visits: Any,
+    after: Any,
+) -> Any:
+    """Positions [block, block + 256) of pieces [begin, end): one partial of each row, merged.
+
+    Returns how many pages were read.
+    """
+    stride = c.values.shape[4]
+    count = _list_visits(c, begin, end, block, visits)
+    _score_block(s, c, kv_head, visits, count)
+    row = 0
+    for piece in range(begin, end):
+        first = _first_position(c, piece)
+        for i in range(_num_tokens(c, piece) * c.group):
+            seen = min(BLOCK, first + i // c.group + 1 - block)
+            if seen > 0:
+                most, total = _exponentiate(advance(s.scores, row * BLOCK), seen, scale)
+                put(s.block_mosts, row, most)
+                put(s.block_totals, row, total)
+            for j in range(row * stride, (row + 1) * stride):
+                put(s.block_sums, j, np.float32(0.0))
+            row += 1
+    _weigh_block(s, c, kv_head, visits, count, after)
+    row = 0
+    for piece in range(begin, end):
+        first = _first_position(c, piece)
+        for i in range(_num_tokens(c, piece) * c.group):
+            if first + i // c.group >= block:
+                _merge(s, row, stride, scale)
+            row += 1
+    return count
+
+
+@inlined
+def _finish(s: Any, c: Any, kv_head: int, begin: int, end: int, length: int, out: Any) -> None:
+    """out = o / l, for one KV head's group of each token; length: of a value."""
+    stride, row = c.values.shape[4], 0
+    for piece in range(begin, end):
+        for token in range(c.pieces[piece, 0], c.pieces[piece, 1]):
+            head = pointer(out, np.int64(token) * out.shape[1] + kv_head * c.group * length)
+            for h in range(c.group):
+                target, total = advance(head, h * length), get(s.totals, row)
+                for d in range(length):
+                    put(target, d, get(s.sums, row * stride + d) / total)
+                row += 1
+
+
+@inlined
+def _num_rows(c: Any, begin: int, end: int) -> Any:
+    rows = 0
+    for piece in range(begin, end):
+        rows += _num_tokens(c, piece) * c.group
+    return rows
 
 
 @kernel(
@@ -325,6 +437,7 @@ def _finish(s: Any, tokens: int, group: int, stride: int, length: int, out: Any,
             I64_VECTOR,
             I64,
             I64,
+            I32_MATRIX,
             I32_MATRIX,
             F32_INPUT_MATRIX,
             array,
@@ -337,6 +450,8 @@ def _finish(s: Any, tokens: int, group: int, stride: int, length: int, out: Any,
             I32_MATRIX,
             F32_MATRIX,
             F32_VECTOR,
+            I64_MATRIX,
+            I64_VECTOR,
         )
         for array in KV_ARRAYS
     ]
@@ -346,6 +461,7 @@ def attention(
     worker: int,
     num_workers: int,
     tasks: Any,
+    pieces: Any,
     q: Any,
     keys: Any,
     values: Any,
@@ -357,29 +473,38 @@ def attention(
     page_table: Any,
     out: Any,
     scratch: Any,
+    visits: Any,
+    pages_read: Any,
 ) -> Any:
     """Attention of this worker's tasks; waits for all before and after, False when broken.
 
-    tasks: (num_tasks, 3): KV head, first token, token after the last; tokens of a task belong to
-        one row and are consecutive
+    tasks: (num_tasks, 3): KV head, first piece, piece after the last
+    pieces: (num_pieces, 3): first token, token after the last, and how many positions, of whole
+        pages before its tokens, the piece has in the same pages as the piece before it; tokens
+        of a piece belong to one row and are consecutive
     keys: (num_layers, num_pages, num_kv_heads, key_length, 32), values: (..., 32, stride)
+    visits: scratch of VISITS_SHAPE
+    pages_read: (num_workers,), counts the pages that each has read, for every KV head
     """
     if not wait_for_all(barrier, num_workers):
         return False
     length, stride, group = keys.shape[3], values.shape[4], num_heads // keys.shape[2]
     scale = np.float32(1.0 / np.sqrt(np.float64(length)))
+    c = _Sweep(pieces, positions, rows, page_table, keys, values, layer, group)
+    count = 0
     for number in range(len(tasks)):
-        kv_head, begin = np.int64(tasks[number, 0]), np.int64(tasks[number, 1])
-        tokens, first = np.int64(tasks[number, 2]) - begin, np.int64(positions[begin])
-        head = begin * num_heads + kv_head * group
-        c = _Row(keys, values, layer, page_table[rows[begin]], kv_head)
-        following = tasks[min(number + 1, len(tasks) - 1)]
-        then = _Row(keys, values, layer, page_table[rows[following[1]]], np.int64(following[0]))
-        s = _carve(scratch, tokens * group, length, stride)
-        _start(s, q, head * length, tokens, group, length, stride)
-        for block in range(0, first + tokens, BLOCK):
-            is_last = block + BLOCK >= first + tokens
-            after = _key_page(then, 0) if is_last else _key_page(c, (block + BLOCK) // PAGE)
-            _block(s, c, block, first, tokens, group, scale, after)
-        _finish(s, tokens, group, stride, value_length, out, head * value_length)
+        kv_head = np.int64(tasks[number, 0])
+        begin, end = np.int64(tasks[number, 1]), np.int64(tasks[number, 2])
+        s = _carve(scratch, _num_rows(c, begin, end), length, stride)
+        longest = _start(s, c, q, kv_head, begin, end)
+        then = tasks[min(number + 1, len(tasks) - 1)]
+        next_task = _key_page(c, np.int64(then[0]), np.int64(then[1]), 0)
+        for block in range(0, longest, BLOCK):
+            # The first piece may end before this block: what is asked for then is not needed.
+            following = min(block + BLOCK, _end_position(c, begin) - 1) // PAGE
+            is_last = block + BLOCK >= longest
+            after = next_task if is_last else _key_page(c, kv_head, begin, following)
+            count += _block(s, c, kv_head, begin, end, block, scale, visits, after)
+        _finish(s, c, kv_head, begin, end, value_length, out)
+    pages_read[worker] += count
     return leave_in_turn(barrier, worker, num_workers)

@@ -295,6 +295,7 @@ class CpuOps:
             worker,
             self.num_workers,
             plan.tasks[worker],
+            plan.pieces,
             q,
             pool.keys,
             pool.values,
@@ -306,6 +307,8 @@ class CpuOps:
             batch.page_table,
             out,
             plan.scratch[worker],
+            plan.visits[worker],
+            plan.pages_read,
         )
         _check(done)
 

@@ -7,53 +7,127 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kernels.cpu.attention import task_tokens
+from kernels.cpu.attention import TASK_ROWS, VISITS_SHAPE, piece_tokens
 from kernels.ops import PAGE_TOKENS, Batch, Float32, Int32, KvShape
 
-_TASK_COST = 4  # of starting and finishing a task, in pages of one row
+_TASK_COST = 4  # of starting and finishing a task, in pages of one query row
+_PAGE_COST = 10  # of bringing a page from memory, in pages of one query row
+
+Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
     """num_tokens: of the sweep
     ranges: token range [begin, end) of each worker for token-wise operations
-    tasks: each worker's attention tasks, (num_tasks, 3) int32: KV head, begin, end
-    scratch: each worker's attention scratch
+    pieces: (num_pieces, 3) int32: first token, token after the last, positions shared with the
+        piece before
+    tasks: each worker's attention tasks, (num_tasks, 3) int32: KV head, first piece, piece
+        after the last
+    scratch, visits: each worker's attention scratch
+    pages_read: (num_workers,) int64, pages that attention has read, counted for each KV head
     """
 
     num_tokens: int
     ranges: tuple[tuple[int, int], ...]
+    pieces: Int32
     tasks: tuple[Int32, ...]
     scratch: tuple[Float32, ...]
+    visits: tuple[Int64, ...]
+    pages_read: Int64
 
 
 def token_range(num_tokens: int, worker: int, num_workers: int) -> tuple[int, int]:
     return num_tokens * worker // num_workers, num_tokens * (worker + 1) // num_workers
 
 
-def attention_tasks(batch: Batch, shape: KvShape, num_heads: int) -> tuple[Int32, Int32]:
-    """All tasks of a sweep, by segment, KV head and token, and their costs.
+def first_positions(batch: Batch) -> Int32:
+    """Position of each segment's first token."""
+    return batch.positions[batch.segments[:, 0]]
 
-    Returns tasks (num_tasks, 3) and costs (num_tasks,), in query rows times pages.
+
+def prefix_order(batch: Batch) -> tuple[Int64, Int64]:
+    """The segments in an order that puts those next to each other which share most pages.
+
+    Returns their order, and how many leading pages each has in common with the segment before it
+    in that order: whole pages that lie before the tokens of both.
     """
-    group = num_heads // shape.num_kv_heads
-    step = task_tokens(group)
-    begins, ends = batch.segments[:, 0], batch.segments[:, 1]
-    pieces = (ends - begins + step - 1) // step
-    segment = np.repeat(np.arange(len(begins)), pieces * shape.num_kv_heads)
-    inside = np.arange(len(segment)) - np.repeat(
-        np.cumsum(pieces * shape.num_kv_heads) - pieces * shape.num_kv_heads,
-        pieces * shape.num_kv_heads,
-    )
-    kv_head, piece = np.divmod(inside, pieces[segment])
-    begin = begins[segment] + piece * step
+    tables = batch.page_table[batch.rows[batch.segments[:, 0]]]
+    before = first_positions(batch) // PAGE_TOKENS
+    _, groups, sizes = np.unique(tables[:, 0], return_inverse=True, return_counts=True)
+    sharing = np.flatnonzero((sizes[groups] > 1) & (before > 0))
+    order = np.concatenate([np.setdiff1d(np.arange(len(tables)), sharing), sharing])
+    common = np.zeros(len(tables), np.int64)
+    if len(sharing) < 2:
+        return order, common
+    num_pages = int(before[sharing].max())
+    pages = tables[sharing, :num_pages].copy()
+    own = np.arange(num_pages) >= before[sharing, None]
+    pages[own] = np.broadcast_to(-1 - sharing[:, None], pages.shape)[own]  # equal to no other's
+    sorting = np.argsort(pages.view(f"V{pages.itemsize * num_pages}")[:, 0], kind="stable")
+    pages = pages[sorting]
+    same = np.logical_and.accumulate(pages[1:] == pages[:-1], axis=1)
+    order[-len(sharing) :] = sharing[sorting]
+    common[len(common) - len(sharing) + 1 :] = same.sum(axis=1)
+    return order, common
+
+
+def attention_pieces(batch: Batch, group: int) -> Int32:
+    """The sweep's pieces, (num_pieces, 3), those that share pages next to each other."""
+    step = piece_tokens(group)
+    order, common = prefix_order(batch)
+    begins, ends = batch.segments[order, 0], batch.segments[order, 1]
+    counts = (ends - begins + step - 1) // step
+    segment = np.repeat(np.arange(len(order)), counts)
+    inside = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begin = begins[segment] + inside * step
     end = np.minimum(begin + step, ends[segment])
-    pages = batch.positions[end - 1] // PAGE_TOKENS + 1
-    tasks = np.stack([kv_head, begin, end], axis=1).astype(np.int32)
-    return tasks, ((end - begin) * group * pages + _TASK_COST).astype(np.int32)
+    before = first_positions(batch)[order] // PAGE_TOKENS  # the pieces of a segment share them
+    shared = np.where(inside == 0, common[segment], before[segment]) * PAGE_TOKENS
+    return np.stack([begin, end, shared], axis=1).astype(np.int32)
 
 
-def split_by_cost(costs: Int32, num_workers: int) -> npt.NDArray[np.int64]:
+def task_bounds(pieces: Int32, group: int) -> Int64:
+    """Where the tasks' pieces begin, and the end of the last.
+
+    A task's pieces all share pages, and have `TASK_ROWS` query rows at most.
+    """
+    bounds, rows = [0], 0
+    sizes = (pieces[:, 1] - pieces[:, 0]) * group
+    for number, (size, shared) in enumerate(
+        zip(sizes.tolist(), pieces[:, 2].tolist(), strict=True)
+    ):
+        if number and (shared == 0 or rows + size > TASK_ROWS):
+            bounds.append(number)
+            rows = 0
+        rows += size
+    return np.array([*bounds, len(pieces)], np.int64)
+
+
+def attention_tasks(
+    batch: Batch, pieces: Int32, num_kv_heads: int, group: int
+) -> tuple[Int32, Int64]:
+    """All tasks of a sweep and their costs; those that read the same pages follow each other.
+
+    Returns tasks (num_tasks, 3) and costs (num_tasks,), in pages of one query row.
+    """
+    bounds = task_bounds(pieces, group)
+    starts, stops = bounds[:-1], bounds[1:]
+    counts = pieces[:, 1] - pieces[:, 0]
+    pages = batch.positions[pieces[:, 1] - 1].astype(np.int64) // PAGE_TOKENS + 1
+    shared = pieces[:, 2].astype(np.int64) // PAGE_TOKENS
+    shared[starts] = 0
+    work = counts * group * pages + _PAGE_COST * (pages - shared)
+    costs = np.add.reduceat(work, starts) + _TASK_COST
+    cluster = np.cumsum(pieces[starts, 2] == 0)
+    cluster = np.tile(cluster, num_kv_heads)
+    kv_head = np.repeat(np.arange(num_kv_heads), len(starts))
+    order = np.lexsort((kv_head, cluster))
+    tasks = np.stack([kv_head, np.tile(starts, num_kv_heads), np.tile(stops, num_kv_heads)], axis=1)
+    return tasks[order].astype(np.int32), np.tile(costs, num_kv_heads)[order]
+
+
+def split_by_cost(costs: Int64, num_workers: int) -> Int64:
     """Bounds (num_workers + 1,) of consecutive ranges of about equal cost."""
     done = np.cumsum(costs, dtype=np.int64)
     total = done[-1] if len(done) else 0
@@ -65,12 +139,16 @@ def plan_sweep(
     batch: Batch, shape: KvShape, num_heads: int, scratch: tuple[Float32, ...]
 ) -> SweepPlan:
     """Plan for one worker per scratch array."""
-    num_workers = len(scratch)
-    tasks, costs = attention_tasks(batch, shape, num_heads)
+    num_workers, group = len(scratch), num_heads // shape.num_kv_heads
+    pieces = attention_pieces(batch, group)
+    tasks, costs = attention_tasks(batch, pieces, shape.num_kv_heads, group)
     bounds = split_by_cost(costs, num_workers)
     return SweepPlan(
         num_tokens=batch.num_tokens,
         ranges=tuple(token_range(batch.num_tokens, w, num_workers) for w in range(num_workers)),
+        pieces=pieces,
         tasks=tuple(tasks[bounds[w] : bounds[w + 1]] for w in range(num_workers)),
         scratch=scratch,
+        visits=tuple(np.empty(VISITS_SHAPE, np.int64) for _ in range(num_workers)),
+        pages_read=np.zeros(num_workers, np.int64),
     )
