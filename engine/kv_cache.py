@@ -18,12 +18,14 @@ from engine.prefix_tree import (
     Match,
     Node,
     PrefixTree,
-    promise,
-    take_back,
+    is_full,
+    nearest,
     tokens_in,
     tokens_of,
 )
 from kernels.ops import PAGE_TOKENS, KvPool, Ops
+
+MIN_GAIN = 8  # tokens saved for which a row waits a sweep
 
 
 def pages_for(num_tokens: int) -> int:
@@ -102,12 +104,19 @@ class KvCache:
     # ---- prompts ---------------------------------------------------------------------------
 
     def is_coming(self, prompt: Sequence[bytes]) -> bool:
-        """Whether a row on board is computing the next page of a prompt, or all that it lacks."""
-        if not prompt:
+        """Whether a prompt should wait for what rows on board are computing.
+
+        That is: the whole of its next page, all that it lacks, or at least `MIN_GAIN` tokens more
+        than the tree has.
+        """
+        match = self._find(prompt)
+        promised = match.last.promised
+        if not promised or not prompt:
             return False
-        nodes, last = self._tree.walk(prompt, tokens_of(prompt) - 1)
-        piece = prompt[len(nodes)]
-        return piece in last.promised and tokens_in(piece) > 1
+        gain = nearest(promised, match.rest)[1] - match.num_common
+        piece = prompt[len(match.nodes)]
+        is_whole = nearest(promised, piece)[0] == piece
+        return gain >= (1 if is_whole else MIN_GAIN) or (is_whole and is_full(piece))
 
     def touch(self, prompt: Sequence[bytes]) -> None:
         """Keep what the tree has of a prompt longer than what nobody asks for."""
@@ -121,7 +130,7 @@ class KvCache:
         """
         self._take_promise_back(row)
         while (piece := row.next_piece) and self._is_written(row, piece):
-            if tokens_in(piece) == PAGE_TOKENS:
+            if is_full(piece):
                 self._share_page(row, piece)
             else:
                 self._add_tail(row, piece)
@@ -220,11 +229,11 @@ class KvCache:
 
     def _promise_next(self, row: RowKv) -> None:
         if (piece := row.next_piece) is not None:
-            promise(row.parent, piece)
+            row.parent.promise(piece)
 
     def _take_promise_back(self, row: RowKv) -> None:
         if (piece := row.next_piece) is not None:
-            take_back(row.parent, piece)
+            row.parent.take_back(piece)
 
     def _is_written(self, row: RowKv, piece: bytes) -> bool:
         return row.num_shared * PAGE_TOKENS + tokens_in(piece) <= row.num_tokens
@@ -255,7 +264,7 @@ class KvCache:
         page = row.pages[-1]
         node = self._tree.at(page)
         known = node if node is not None and tokens_in(node.piece) > filled else None
-        if self._references[page] > 1 or (known is not None and known.is_full):
+        if self._references[page] > 1 or (known is not None and is_full(known.piece)):
             row.pages[-1] = self._copy(page)
             self._drop(page)
         elif known is not None:

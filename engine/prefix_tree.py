@@ -35,6 +35,10 @@ def tokens_in(piece: bytes) -> int:
     return len(piece) // _ID_NBYTES
 
 
+def is_full(piece: bytes) -> bool:
+    return len(piece) == PIECE_NBYTES
+
+
 def tokens_of(pieces: Sequence[bytes]) -> int:
     """Tokens of a whole prompt."""
     return (len(pieces) - 1) * PAGE_TOKENS + tokens_in(pieces[-1]) if pieces else 0
@@ -47,13 +51,22 @@ def num_common(a: bytes, b: bytes) -> int:
     return (8 * nbytes - differing.bit_length()) // (8 * _ID_NBYTES)
 
 
+def nearest(ordered: Sequence[bytes], piece: bytes) -> tuple[bytes, int]:
+    """Of sorted pieces the one that begins most like `piece`, and with how many of its tokens."""
+    at = bisect.bisect_left(ordered, piece)
+    near = ordered[max(0, at - 1) : at + 1]  # no other has more in common
+    best = max(near, key=lambda other: num_common(other, piece), default=b"")
+    return best, num_common(best, piece)
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """One page of some prompts.
 
     piece: the ids of its valid tokens; what its page holds after them is anybody's
     is_held: by a row on board
-    promised: pieces that rows on board are computing to follow this one, with how many rows
+    ordered: pieces of `children`, sorted
+    promised: pieces that rows on board are computing to follow this one, each as often, sorted
     """
 
     parent: Node | None
@@ -62,12 +75,8 @@ class Node:
     is_held: bool = True
     last_used: int = 0
     children: dict[bytes, Node] = field(default_factory=dict)
-    ordered: list[bytes] = field(default_factory=list)  # pieces of `children`
-    promised: dict[bytes, int] = field(default_factory=dict)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.piece) == PIECE_NBYTES
+    ordered: list[bytes] = field(default_factory=list)
+    promised: list[bytes] = field(default_factory=list)
 
     @property
     def can_go(self) -> bool:
@@ -75,11 +84,16 @@ class Node:
 
     def closest(self, piece: bytes) -> tuple[Node | None, int]:
         """The child that begins most like `piece`, and with how many of its tokens."""
-        at = bisect.bisect_left(self.ordered, piece)
-        near = self.ordered[max(0, at - 1) : at + 1]  # no other has more in common
-        best = max(near, key=lambda other: num_common(other, piece), default=b"")
-        count = num_common(best, piece)
+        best, count = nearest(self.ordered, piece)
         return (self.children[best], count) if count else (None, 0)
+
+    def promise(self, piece: bytes) -> None:
+        """A row on board is computing `piece`, to follow this."""
+        bisect.insort(self.promised, piece)
+
+    def take_back(self, piece: bytes) -> None:
+        """One such row has computed it, or has left."""
+        del self.promised[bisect.bisect_left(self.promised, piece)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +102,13 @@ class Match:
 
     nodes: full pages, from the first on
     last: the last of them, or the root
+    rest: the piece after it, as far as it was asked for
     source, num_common: the page that goes on most like the prompt, and with how many tokens
     """
 
     nodes: list[Node]
     last: Node
+    rest: bytes
     source: Node | None
     num_common: int
 
@@ -124,24 +140,19 @@ class PrefixTree:
         """The node of a page, where the tree has it."""
         return self._by_page.get(page)
 
-    def walk(self, pieces: Sequence[bytes], num_tokens: int) -> tuple[list[Node], Node]:
-        """Full pages of the first `num_tokens` that are there, and the last of them."""
-        node, nodes = self.root, []
+    def find(self, pieces: Sequence[bytes], num_tokens: int) -> Match:
+        """The longest beginning of a prompt that is there, at most `num_tokens` of it."""
+        last, nodes = self.root, []
         for piece in pieces[: num_tokens // PAGE_TOKENS]:
-            child = node.children.get(piece)
+            child = last.children.get(piece)
             if child is None:
                 break
             nodes.append(child)
-            node = child
-        return nodes, node
-
-    def find(self, pieces: Sequence[bytes], num_tokens: int) -> Match:
-        """The longest beginning of a prompt that is there, at most `num_tokens` of it."""
-        nodes, last = self.walk(pieces, num_tokens)
+            last = child
         left = num_tokens - len(nodes) * PAGE_TOKENS
         rest = pieces[len(nodes)][: left * _ID_NBYTES] if left else b""
         source, count = last.closest(rest)
-        return Match(nodes, last, source, count)
+        return Match(nodes, last, rest, source, count)
 
     def insert(self, parent: Node, piece: bytes, page: int) -> Node:
         """Add a page that a row holds, with its parents."""
@@ -150,7 +161,7 @@ class PrefixTree:
         parent.children[piece] = node
         bisect.insort(parent.ordered, piece)
         self._by_page[page] = node
-        self.num_held += node.is_full
+        self.num_held += is_full(node.piece)
         self.touch([node])
         return node
 
@@ -163,7 +174,7 @@ class PrefixTree:
         del self._by_page[node.page]
         node.parent = None
         if node.is_held:
-            self.num_held -= node.is_full
+            self.num_held -= is_full(node.piece)
         else:
             self.num_idle -= 1
         self._may_leave(parent)
@@ -184,14 +195,14 @@ class PrefixTree:
         assert not node.is_held
         node.is_held = True
         self.num_idle -= 1
-        self.num_held += node.is_full
+        self.num_held += is_full(node.piece)
 
     def let_go(self, node: Node) -> None:
         """No row holds the page any more."""
         assert node.is_held
         node.is_held = False
         self.num_idle += 1
-        self.num_held -= node.is_full
+        self.num_held -= is_full(node.piece)
         self._may_leave(node)
 
     def touch(self, nodes: Iterable[Node]) -> None:
@@ -211,15 +222,3 @@ class PrefixTree:
         leaves = [node for node in self._by_page.values() if node.can_go]
         self._leaving = [(node.last_used, next(self._serial), node) for node in leaves]
         heapq.heapify(self._leaving)
-
-
-def promise(parent: Node, piece: bytes) -> None:
-    """A row on board is computing `piece`, to follow `parent`."""
-    parent.promised[piece] = parent.promised.get(piece, 0) + 1
-
-
-def take_back(parent: Node, piece: bytes) -> None:
-    """It is computed, or its row has left."""
-    left = parent.promised.pop(piece) - 1
-    if left:
-        parent.promised[piece] = left

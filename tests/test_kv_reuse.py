@@ -6,7 +6,6 @@ copying or evicting shows as a position that holds another row's past.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,9 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from engine.kv_cache import KvCache, RowKv, pages_for
-from engine.prefix_tree import Node, pieces_of, tokens_in
+from engine.kv_cache import MIN_GAIN, KvCache, RowKv, pages_for
+from engine.prefix_tree import Node, is_full, pieces_of, tokens_in
 from kernels.ops import PAGE_TOKENS
+from tests.test_prefix_tree import num_alike
 
 NUM_OPERATIONS = 10_000
 MAX_ROWS = 12
@@ -214,24 +214,27 @@ class Walk:
 
     def longest_known(self, prompt: list[int]) -> int:
         """What the tree has of a prompt, by comparing with every node."""
-        common = (len(os.path.commonprefix([tokens, prompt])) for tokens, _ in self.nodes())
+        common = (num_alike(tokens, prompt) for tokens, _ in self.nodes())
         return min(max(common, default=0), len(prompt) - 1)
 
     def is_coming(self, prompt: list[int]) -> bool:
-        """Whether a row on board is computing the page after what the tree has in full."""
-        full = [tokens for tokens, node in self.nodes() if node.is_full]
+        """Whether a row on board is computing what this prompt goes on with, by comparing all."""
+        full = [tokens for tokens, node in self.nodes() if is_full(node.piece)]
         begun = (len(t) for t in full if t == prompt[: len(t)] and len(t) < len(prompt))
-        known = max(begun, default=0)
-        wanted = prompt[: known + PAGE_TOKENS]
+        have, known = max(begun, default=0), self.longest_known(prompt)
+        wanted = prompt[: have + PAGE_TOKENS]
         for row in self.rows:
-            begin = row.kv.num_shared * PAGE_TOKENS
-            promised = row.tokens[: min(begin + PAGE_TOKENS, row.num_prompt)]
-            if row.kv.prompt and begin == known and promised == wanted and len(wanted) > known + 1:
+            promised = row.tokens[: min(have + PAGE_TOKENS, row.num_prompt)]
+            if not row.kv.prompt or row.kv.num_shared * PAGE_TOKENS != have:
+                continue
+            gain = min(num_alike(promised, prompt), len(prompt) - 1) - known
+            whole_page = promised == wanted and len(promised) == have + PAGE_TOKENS
+            if gain >= MIN_GAIN or whole_page or (promised == wanted and gain > 0):
                 return True
         return False
 
     def check(self) -> None:
-        cache, content = self.cache, self.pages.content
+        content = self.pages.content
         held: Counter[int] = Counter()
         for row in self.rows:
             kv = row.kv
@@ -260,7 +263,7 @@ class Walk:
         assert sorted([*unused, *used]) == list(range(cache.num_pages)), "a page is lost, or twice"
         idle = in_tree.keys() - held.keys()
         assert cache.num_cached == len(idle)
-        shared = sum(node.is_full for page, node in in_tree.items() if page in held)
+        shared = sum(is_full(node.piece) for page, node in in_tree.items() if page in held)
         reserved = sum(row.kv.max_pages - row.kv.num_shared for row in self.rows)
         usable = cache.num_pages - cache.num_withdrawn
         assert cache.num_unreserved == usable - reserved - shared >= 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from engine.prefix_tree import (
     Node,
     PrefixTree,
+    is_full,
     num_common,
     pieces_of,
-    promise,
-    take_back,
     tokens_in,
     tokens_of,
 )
@@ -24,6 +23,12 @@ from kernels.ops import PAGE_TOKENS
 
 # Few ids, and pieces that are alike for long, so that prompts have much in common.
 token_lists = st.lists(st.sampled_from([0, 1, 255, 256, 65535, 151_000]), max_size=80)
+
+
+def num_alike(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens with which both begin."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def ids(tokens: list[int]) -> np.ndarray:
@@ -46,7 +51,7 @@ def test_pieces_are_the_prompt_in_pages(tokens: list[int]) -> None:
 @given(token_lists, token_lists)
 def test_common_tokens_are_counted_exactly(a: list[int], b: list[int]) -> None:
     a, b = a[:PAGE_TOKENS], b[:PAGE_TOKENS]
-    common = len(os.path.commonprefix([a, b]))
+    common = num_alike(a, b)
     x, y = (pieces_of(ids(tokens)) for tokens in (a, b))
     assert num_common(x[0] if x else b"", y[0] if y else b"") == common
 
@@ -61,7 +66,7 @@ def test_the_child_that_begins_most_alike_is_found(
         if one and piece(one) not in tree.root.children:
             tree.insert(tree.root, piece(one), next(pages))
     rest = wanted[:PAGE_TOKENS]
-    common = [len(os.path.commonprefix([tokens[:PAGE_TOKENS], rest])) for tokens in children]
+    common = [num_alike(tokens[:PAGE_TOKENS], rest) for tokens in children]
     child, count = tree.root.closest(piece(rest) if rest else b"")
     assert count == max(common, default=0)
     if child is not None:
@@ -90,13 +95,13 @@ def test_a_prompt_is_found_to_the_token_and_never_whole() -> None:
 
 
 def test_promises_are_counted_by_row() -> None:
-    node, one = Node(None, b"", -1), piece([1, 2])
-    promise(node, one)
-    promise(node, one)
-    take_back(node, one)
-    assert node.promised == {one: 1}
-    take_back(node, one)
-    assert node.promised == {}
+    node, one, other = Node(None, b"", -1), piece([1, 2]), piece([1])
+    for each in (one, other, one):
+        node.promise(each)
+    node.take_back(one)
+    assert node.promised == [other, one]
+    node.take_back(one)
+    assert node.promised == [other]
 
 
 @dataclass(slots=True)
@@ -169,7 +174,7 @@ class ListedTree:
         held = [entry.node for entry in self.entries.values() if entry.node.is_held]
         assert len(self.tree) == len(self.entries)
         assert self.tree.num_idle == len(self.entries) - len(held)
-        assert self.tree.num_held == sum(node.is_full for node in held)
+        assert self.tree.num_held == sum(is_full(node.piece) for node in held)
         assert len(self.tree._leaving) <= 4 * len(self.entries) + PAGE_TOKENS + 1
 
 
@@ -182,7 +187,7 @@ def test_the_idle_leaf_that_was_unused_for_longest_goes_first(seed: int) -> None
         page = int(rng.choice(pages)) if pages else None
         action = rng.choice(["add", "add", "touch", "touch", "let go", "evict"])
         if action == "add" and len(pages) < 40:
-            full = [entry for entry in pages if listed.entries[entry].node.is_full]
+            full = [entry for entry in pages if is_full(listed.entries[entry].node.piece)]
             parent = int(rng.choice(full)) if full and rng.random() < 0.8 else None
             length = PAGE_TOKENS if rng.random() < 0.7 else int(rng.integers(1, PAGE_TOKENS))
             listed.add(parent, [int(rng.integers(0, 4))] * length)
