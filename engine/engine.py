@@ -27,7 +27,7 @@ from engine.prefix_tree import pieces_of
 from engine.requests import EngineConfig, FinishedRow, Request, RowError
 from engine.rows import ActiveRow, WaitingRow, failed_row
 from engine.sampler import choose
-from engine.scheduler import LOOK_AHEAD, Chunk, admission_budget, compose_sweep
+from engine.scheduler import KEEP_AHEAD, LOOK_AHEAD, Chunk, admission_budget, compose_sweep
 from engine.sweep_log import SweepLog
 from engine.tokenizer import Tokenizer
 from kernels.ops import Batch, Float32, KvPool, KvType, Ops
@@ -344,7 +344,7 @@ class Engine:
     def _keep_for_waiting(self) -> None:
         """Where the next sweep may need pages that are cached: not those wanted soon."""
         if self._cache.num_cached and self._cache.num_free < self.plan.sweep_tokens:
-            for row in itertools.islice(self._waiting, LOOK_AHEAD):
+            for row in itertools.islice(self._waiting, KEEP_AHEAD):
                 self._cache.touch(row.prompt)
 
     def _take_on_board(self, request: Request, kv: RowKv) -> None:

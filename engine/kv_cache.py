@@ -120,7 +120,8 @@ class KvCache:
 
     def touch(self, prompt: Sequence[bytes]) -> None:
         """Keep what the tree has of a prompt longer than what nobody asks for."""
-        self._touch(self._find(prompt))
+        match = self._find(prompt)
+        self._tree.touch(match.source or match.last)
 
     def publish(self, row: RowKv) -> None:
         """Share the pieces of a row's prompt that have been computed.
@@ -154,7 +155,7 @@ class KvCache:
         for node in match.nodes:
             self._hold(node.page)
             row.pages.append(node.page)
-        self._touch(match)
+        self._tree.touch(match.source or match.last)
         if match.source is not None:
             row.pages.append(self._copy(match.source.page))
         row.num_tokens = row.num_reused = match.num_tokens
@@ -199,8 +200,7 @@ class KvCache:
     def close_row(self, row: RowKv) -> None:
         """Give back a row's pages and its reservation; the tree keeps those it has."""
         self._take_promise_back(row)
-        nodes = (self._tree.at(page) for page in row.pages)
-        self._tree.touch(node for node in nodes if node is not None)
+        self._tree.touch(self._tail(row) or row.parent)
         self._reserved -= row.num_reserved
         self._drop_from(row, 0)
         row.max_pages = row.num_shared = row.num_tokens = 0
@@ -222,10 +222,6 @@ class KvCache:
 
     def _find(self, prompt: Sequence[bytes]) -> Match:
         return self._tree.find(prompt, max(0, tokens_of(prompt) - 1))
-
-    def _touch(self, match: Match) -> None:
-        source = [] if match.source is None else [match.source]
-        self._tree.touch(match.nodes + source)
 
     def _promise_next(self, row: RowKv) -> None:
         if (piece := row.next_piece) is not None:
@@ -256,6 +252,11 @@ class KvCache:
         if row.parent.closest(piece)[1] < tokens_in(piece):
             self._tree.insert(row.parent, piece, row.pages[row.num_shared])
         row.prompt = ()
+
+    def _tail(self, row: RowKv) -> Node | None:
+        """The node of the page after the full ones, where the tree has it."""
+        after = row.pages[row.num_shared : row.num_shared + 1]
+        return self._tree.at(after[0]) if after else None
 
     def _own_last_page(self, row: RowKv) -> None:
         filled = row.num_tokens % PAGE_TOKENS

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -162,7 +162,7 @@ class PrefixTree:
         bisect.insort(parent.ordered, piece)
         self._by_page[page] = node
         self.num_held += is_full(node.piece)
-        self.touch([node])
+        self.touch(node)
         return node
 
     def remove(self, node: Node) -> None:
@@ -173,6 +173,7 @@ class PrefixTree:
         del parent.ordered[bisect.bisect_left(parent.ordered, node.piece)]
         del self._by_page[node.page]
         node.parent = None
+        parent.last_used = max(parent.last_used, node.last_used)
         if node.is_held:
             self.num_held -= is_full(node.piece)
         else:
@@ -205,12 +206,11 @@ class PrefixTree:
         self.num_held -= is_full(node.piece)
         self._may_leave(node)
 
-    def touch(self, nodes: Iterable[Node]) -> None:
-        """These are used now, all at once."""
+    def touch(self, node: Node) -> None:
+        """A node is used now, with its parents, which stay as long as it does."""
         self._clock += 1
-        for node in nodes:
-            node.last_used = self._clock
-            self._may_leave(node)
+        node.last_used = self._clock
+        self._may_leave(node)
 
     def _may_leave(self, node: Node) -> None:
         if node.can_go:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 LOOK_AHEAD = 128  # rows that may be passed over while what they begin with is being computed
+KEEP_AHEAD = 32  # waiting rows whose beginnings stay in the cache while anything else can go
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@
     python -m scripts.bench plan    --model MODEL      what a job was predicted to take
     python -m scripts.bench stream  --model MODEL      a model that streams, by rows on board
     python -m scripts.bench placement --model MODEL    interleaved against contiguous layers
+    python -m scripts.bench reuse   --model MODEL      prompts that begin alike, computed once
     python -m scripts.bench memory  --model MODEL --memory SIZE   what a job's actor takes
     python -m scripts.bench attention                  64 rows on pages that they share, or not
 
@@ -28,6 +29,7 @@ from scripts.bench_memory import bench_memory
 from scripts.bench_peer import bench_peer
 from scripts.bench_plan import bench_plan
 from scripts.bench_report import Report, machine_facts
+from scripts.bench_reuse import bench_reuse
 from scripts.bench_stream import bench_placement, bench_stream
 
 BENCHES: dict[str, Callable[[argparse.Namespace], Report]] = {
@@ -38,6 +40,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace], Report]] = {
     "plan": bench_plan,
     "stream": bench_stream,
     "placement": bench_placement,
+    "reuse": bench_reuse,
     "memory": bench_memory,
     "attention": bench_attention,
 }
@@ -52,6 +55,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens decoded per row")
     parser.add_argument("--job-rows", type=int, default=600, help="rows of the job")
+    parser.add_argument("--reuse-rows", type=int, default=200, help="rows (reuse)")
     parser.add_argument("--memory", help="such as 1.5GiB (plan, memory, stream)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--kv-type", choices=["f32", "f16"], default="f32")

@@ -288,3 +288,22 @@ def test_no_page_is_lost_or_shared_wrongly_and_every_row_finds_its_pages(
     assert walk.cache.num_free + walk.cache.num_cached == num_pages
     assert walk.cache.num_unreserved == num_pages
     assert not walk.cache._tree.root.promised
+
+
+def test_the_beginning_that_was_used_last_stays_when_pages_run_out() -> None:
+    """Two prompts fill the pool; one is asked for again; then a third needs room."""
+    cache = KvCache(7)
+    prompts = [pieces_of(np.full(3 * PAGE_TOKENS, token, np.int32)) for token in (1, 2, 3)]
+
+    def run(prompt: tuple[bytes, ...]) -> int:
+        row = cache.open_row(3 * PAGE_TOKENS, prompt)
+        assert row is not None
+        reused = row.num_reused
+        cache.extend(row, 3 * PAGE_TOKENS - row.num_tokens)
+        cache.publish(row)
+        cache.close_row(row)
+        return reused
+
+    whole = 3 * PAGE_TOKENS - 1
+    assert [run(prompts[index]) for index in (0, 1, 0, 2, 0)] == [0, 0, whole, 0, whole]
+    assert run(prompts[1]) < whole

@@ -134,11 +134,11 @@ class ListedTree:
         idle = [page for page, entry in self.entries.items() if not entry.node.is_held]
         return [page for page in idle if page not in parents]
 
-    def touch(self, pages: list[int]) -> None:
+    def touch(self, page: int) -> None:
         self.clock += 1
-        self.tree.touch(self.entries[page].node for page in pages)
-        for page in pages:
-            self.entries[page].last_used = self.clock
+        self.tree.touch(self.entries[page].node)
+        for each in self.path(page):
+            self.entries[each].last_used = self.clock
 
     def set_held(self, pages: list[int], held: bool) -> None:
         for page in pages:
@@ -152,8 +152,8 @@ class ListedTree:
         above = self.tree.root if parent is None else self.entries[parent].node
         if piece(tokens) not in above.children:
             node = self.tree.insert(above, piece(tokens), self.next_page)
-            self.clock += 1
-            self.entries[self.next_page] = Entry(node, parent, self.clock)
+            self.entries[self.next_page] = Entry(node, parent, 0)
+            self.touch(self.next_page)
             self.next_page += 1
 
     def evict(self) -> None:
@@ -192,7 +192,7 @@ def test_the_idle_leaf_that_was_unused_for_longest_goes_first(seed: int) -> None
             length = PAGE_TOKENS if rng.random() < 0.7 else int(rng.integers(1, PAGE_TOKENS))
             listed.add(parent, [int(rng.integers(0, 4))] * length)
         elif action == "touch" and page is not None:
-            listed.touch(listed.path(page))
+            listed.touch(page)
         elif action == "let go":
             listed.let_go_of_all_but([] if page is None or rng.random() < 0.3 else [page])
         else:
