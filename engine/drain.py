@@ -39,11 +39,12 @@ class Drain:
         """
         self._dry_sweeps = 0 if rows_wait else self._dry_sweeps + 1
         if rows_wait:
-            self._give_back()
+            self.give_back()
         elif self._dry_sweeps > DRY_SWEEPS:
             self._keep_more(sweeps_left)
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Put the pages back in use, and let their layers stream again."""
         if self._stream.num_kept:
             self._stream.keep(0)
             self._cache.restore()

@@ -323,6 +323,8 @@ class Engine:
         A row waits while another on board computes what it begins with, or all that it lacks;
         rows behind it may go first.
         """
+        if self._waiting and self._drain is not None:
+            self._drain.give_back()
         budget = admission_budget(
             (row.progress() for row in self._running.values()), self.plan.sweep_tokens
         )

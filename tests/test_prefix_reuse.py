@@ -308,6 +308,27 @@ def test_a_draining_job_takes_cached_pages_and_the_next_one_reads_right(model: P
             assert most_kept == 6
 
 
+def test_rows_that_come_while_a_job_drains_are_on_board_before_the_sweep(model: Path) -> None:
+    """`admit` takes back the pages that layers have; `sweep` then takes no more rows on board."""
+    prompts = small_prompts()
+    with streaming_engine(model, [False] * 6, head=False, ring_parcels=2) as engine:
+        engine.add(request(0, prompts[0], max_tokens=40))
+        while engine._cache.num_unreserved >= 2 and engine.has_work:
+            engine.sweep()
+            cache, stream = engine._cache, engine._model.stream
+            assert stream is not None
+            if stream.num_kept:
+                cache.withdraw(cache.num_unreserved)
+        for index, prompt in enumerate(prompts[2:6], 1):
+            engine.add(request(index, [index, *prompt], max_tokens=4))
+        engine.admit()
+        board = engine.rows_on_board()
+        assert len(board) == 5
+        engine.sweep()
+        assert engine.rows_on_board() == board
+        run(engine)
+
+
 def test_freed_slots_are_refilled_while_a_long_row_runs() -> None:
     """Case 79: 200 rows of 20 tokens and one of 4,000, 16 at a time."""
     long = request(0, some_tokens(0, 10), max_tokens=4000)
