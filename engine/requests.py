@@ -183,7 +183,8 @@ class EngineConfig:
     """How an engine uses its machine. None means: chosen from what is free, and reported.
 
     device: "gpu" refuses to start without one; "auto" takes a GPU where one can be used
-    kv_type: element type of the KV cache; None takes the backend's: f32 on a CPU, f16 on a GPU
+    kv_type: element type of the KV cache; None takes the backend's: f32 on a CPU, f16 on a GPU.
+        int8 approximates: integers with scales, but for each row's last page
     kv_memory_nbytes: budget of the KV pool
     reuse_prefixes: keep the KV pages of prompts for others that begin alike
     sweep_tokens: most tokens of one sweep
@@ -198,7 +199,7 @@ class EngineConfig:
     """
 
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    kv_type: Literal["f32", "f16"] | None = None
+    kv_type: Literal["f32", "f16", "int8"] | None = None
     kv_memory_nbytes: int | None = None
     reuse_prefixes: bool = True
     sweep_tokens: int | None = None

@@ -11,6 +11,14 @@ as partials (m, l, o) over fixed blocks of `ATTENTION_BLOCK` positions, merged i
 for any number of tokens, any split over workers and any weight layout, so a row's bytes depend on
 that row alone.
 
+KV of 8 bits. A page is *open* until its last position has been stored, and *closed* from then on.
+In a pool of type "int8" a closed page holds integers from -127 to 127, keys with one scale for each
+KV head and dimension, over the page's positions, values with one for each KV head and position
+(Liu et al. 2024, "KIVI"). Scales are the least float16 that reach the largest magnitude. A row's
+open page is in float16, apart from the pages, in a place of the row's own. A query reads the page
+of its own position in float16 and all earlier ones as integers, whenever they were closed: so its
+bytes still do not depend on how the row was cut into sweeps.
+
     KernelError
     └── UnsupportedTypeError     a tensor type no backend can dequantise
 """
@@ -27,7 +35,7 @@ import numpy.typing as npt
 from kernels.choices import Choices, Edits, Rows
 from kernels.quants import BlockTensor
 
-KvType = Literal["f32", "f16"]
+KvType = Literal["f32", "f16", "int8"]
 RopeStyle = Literal["adjacent", "halves"]
 
 PAGE_TOKENS = 32  # tokens of a KV page
@@ -41,6 +49,14 @@ OwnPlan: TypeAlias = Any
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
+
+
+def shares_partial_pages(kv_type: KvType) -> bool:
+    """Whether the first positions of a page serve a row that goes on otherwise (`Ops.kv_copy`).
+
+    The scales of 8 bits come from all positions of a page, so it serves whole or not at all.
+    """
+    return kv_type != "int8"
 
 
 class KernelError(Exception):
@@ -105,7 +121,8 @@ class Batch:
     page_table: (num_rows, max_pages) int32, page of each 32 positions of a row; -1 where none;
         rows may have pages in common where all of their positions lie before the tokens
     segments: (num_segments, 2) int32, token ranges [begin, end) of one row each, with
-        consecutive positions; they cover all tokens in order
+        consecutive positions; they cover all tokens in order. With KV of 8 bits one that begins
+        inside a page ends in it, so that a sweep can be run again after it failed
     logit_indices: (num_logits,) int32, tokens whose logits are wanted, in ascending order
     """
 
@@ -209,17 +226,29 @@ class Ops(Protocol):
     def get(self, array: Float32) -> Float32:
         """A result of the operations as a host array; may be a view that the next sweep reuses."""
 
-    def kv_pool(self, shape: KvShape, *, num_pages: int, kv_type: KvType) -> KvPool:
-        """Allocate a pool of zeroed pages."""
+    def kv_pool(
+        self, shape: KvShape, *, num_pages: int, kv_type: KvType, num_rows: int = 0
+    ) -> KvPool:
+        """Allocate a pool of zeroed pages.
+
+        num_rows: lines of the page tables it is used with, each of which may have an open page
+        Raises KernelError: the backend has no such type.
+        """
 
     def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
-        """Bytes of one page of such a pool over all layers."""
+        """Bytes of one page of such a pool over all layers. Raises KernelError, as above."""
+
+    def kv_row_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
+        """Bytes of a row's open page over all layers; 0 where it is one of the pool's pages."""
 
     def kv_release(self, pool: OwnPool, pages: Sequence[int]) -> None:
         """Give the memory of pages back where the system allows it; a later write takes it anew."""
 
     def kv_copy(self, pool: OwnPool, source: int, target: int) -> None:
-        """Copy one page over all layers (copy-on-write of a shared page)."""
+        """Copy one page over all layers (copy-on-write of a shared page).
+
+        With KV of 8 bits: a closed page; the open one is not among the pages.
+        """
 
     def choose(self, logits: Float32, specs: Rows, edits: Edits, num_tokens: int) -> Choices:
         """The next token of each row of logits, by the rules of `kernels.choices`; not in `run`.

@@ -139,7 +139,12 @@ class AttentionCase:
             batch = segments_batch(segments, lengths, np.random.default_rng(7) if rng else None)
             if pool is None:
                 num_pages = int(batch.page_table.max()) + 1
-                pool = ops.kv_pool(self.shape, num_pages=num_pages, kv_type=kv_type)  # type: ignore[arg-type]
+                pool = ops.kv_pool(
+                    self.shape,
+                    num_pages=num_pages,
+                    kv_type=kv_type,  # type: ignore[arg-type]
+                    num_rows=len(lengths),
+                )
             sweep = self._sweep(ops, batch, pool, segments)
             for (row, begin, end), (first, last) in zip(segments, batch.segments, strict=True):
                 out[row][begin:end] = sweep[first:last]

@@ -9,10 +9,10 @@ length, o_b chains over the block's positions, l_b a tree over lanes; none of th
 position after the query's own, so the bits depend on the query and its row alone: not on the
 queries that are computed beside it, nor on how a prompt was cut into chunks.
 
-A piece is a few consecutive tokens of one segment. A task is one KV head of a few pieces, block
-by block. Pieces whose rows have a page in common, all of it before their tokens, go through it
-together, so that a prefix that rows share is read once for many of them; each row's sums run in
-the same order as they would over pages of its own.
+A piece is a few consecutive tokens of one segment and one page. A task is one KV head of a few
+pieces, block by block. Pieces whose rows have a page in common, all of it before their tokens, go
+through it together, so that a prefix that rows share is read once for many of them; each row's
+sums run in the same order as they would over pages of its own.
 
 Scratch per worker, in floats: queries (rows, key_length), scores (rows, 256), o and o_b (rows,
 value_stride), m, l, m_b and l_b (rows), one page of keys and one of values.
@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from kernels.cpu.barrier import leave_in_turn, wait_for_all
 from kernels.cpu.jit import (
@@ -39,8 +38,18 @@ from kernels.cpu.jit import (
     inlined,
     kernel,
 )
-from kernels.cpu.memory import advance, bytes_of, get, load_value, pointer, put
-from kernels.cpu.pointwise import KV_ARRAYS, PAGE, exp
+from kernels.cpu.kv import (
+    KV_TYPES,
+    NEW_PAGES,
+    PAGE,
+    Kv,
+    key_page,
+    read_keys,
+    read_values,
+    value_page,
+)
+from kernels.cpu.memory import advance, bytes_of, get, pointer, put
+from kernels.cpu.pointwise import exp
 from kernels.cpu.vector import (
     LANES,
     MAX_ROWS,
@@ -57,8 +66,9 @@ TASK_ROWS = 64  # most query rows of a task of several pieces
 
 
 def piece_tokens(group: int) -> int:
-    """Most tokens of one piece, for `group` query heads per KV head."""
-    return max(1, PIECE_ROWS // group)
+    """Tokens of a piece, for `group` query heads per KV head: a page in about equal parts."""
+    parts = -(-PAGE // max(1, PIECE_ROWS // group))
+    return -(-PAGE // parts)
 
 
 def scratch_len(group: int, key_length: int, value_stride: int) -> int:
@@ -74,16 +84,13 @@ VISITS_SHAPE = (BLOCK // PAGE * TASK_ROWS, 4)
 
 
 class _Sweep(NamedTuple):
-    """What all tasks of a sweep share: the pieces, where their rows lie, one layer's cache."""
+    """What all tasks of a sweep share. length: of a key; stride: of a value, as stored"""
 
     pieces: Any
-    positions: Any
-    rows: Any
-    page_table: Any
-    keys: Any
-    values: Any
-    layer: Any
+    kv: Any
     group: Any
+    length: Any
+    stride: Any
 
 
 @inlined
@@ -93,7 +100,7 @@ def _num_tokens(c: Any, piece: int) -> Any:
 
 @inlined
 def _first_position(c: Any, piece: int) -> Any:
-    return np.int64(c.positions[c.pieces[piece, 0]])
+    return np.int64(c.kv.positions[c.pieces[piece, 0]])
 
 
 @inlined
@@ -102,40 +109,13 @@ def _end_position(c: Any, piece: int) -> Any:
 
 
 @inlined
-def _head(c: Any, kv_head: int, piece: int, number: int) -> Any:
-    """Flat index of page `number` of a piece's row, in layers, pages and heads."""
-    page = np.int64(c.page_table[c.rows[c.pieces[piece, 0]], number])
-    return (c.layer * c.keys.shape[1] + page) * c.keys.shape[2] + kv_head
-
-
-@inlined
 def _key_page(c: Any, kv_head: int, piece: int, number: int) -> Any:
-    return pointer(c.keys, _head(c, kv_head, piece, number) * c.keys.shape[3] * PAGE)
+    return bytes_of(key_page(c.kv, np.int64(c.pieces[piece, 0]), number, kv_head))
 
 
 @inlined
 def _value_page(c: Any, kv_head: int, piece: int, number: int) -> Any:
-    return pointer(c.values, _head(c, kv_head, piece, number) * c.values.shape[4] * PAGE)
-
-
-def _floats(page: Any, count: int, scratch: Any) -> Any:
-    """A page as float32: itself, or its halves converted into scratch. (Body chosen by type.)"""
-    raise NotImplementedError
-
-
-def _floats_of_type(page: Any, count: int, scratch: Any) -> Any:
-    def same(page: Any, count: int, scratch: Any) -> Any:
-        return page
-
-    def convert(page: Any, count: int, scratch: Any) -> Any:
-        for i in range(count):
-            put(scratch, i, load_value(page, i))
-        return scratch
-
-    return same if page.dtype == types.float32 else convert
-
-
-overload(_floats)(_floats_of_type)
+    return bytes_of(value_page(c.kv, np.int64(c.pieces[piece, 0]), number, kv_head))
 
 
 @inlined
@@ -257,12 +237,12 @@ def _start(s: Any, c: Any, q: Any, kv_head: int, begin: int, end: int) -> Any:
 
     Returns the position after the last.
     """
-    width, stride, row, longest = c.group * c.keys.shape[3], c.values.shape[4], 0, 0
+    width, stride, row, longest = c.group * c.length, c.stride, 0, 0
     for piece in range(begin, end):
         for token in range(c.pieces[piece, 0], c.pieces[piece, 1]):
             source = pointer(q, np.int64(token) * q.shape[1] + kv_head * width)
             for i in range(width):
-                put(s.queries, row * c.keys.shape[3] + i, get(source, i))
+                put(s.queries, row * c.length + i, get(source, i))
             row += c.group
         longest = max(longest, _end_position(c, piece))
     for i in range(row * stride):
@@ -329,30 +309,32 @@ def _list_visits(c: Any, begin: int, end: int, block: int, visits: Any) -> Any:
 @inlined
 def _score_block(s: Any, c: Any, kv_head: int, visits: Any, count: int) -> None:
     """The scores of all rows of a task, page by page."""
-    length, itemsize = c.keys.shape[3], c.keys.itemsize
+    length, itemsize = c.length, c.kv.arrays.keys.itemsize
     for i in range(count):
         number, piece, row = visits[i, _NUMBER], visits[i, _PIECE], visits[i, _ROW]
         if i + 1 < count:
             ahead = _key_page(c, kv_head, visits[i + 1, _PIECE], visits[i + 1, _NUMBER])
         else:
             ahead = _value_page(c, kv_head, visits[0, _PIECE], visits[0, _NUMBER])
-        keys = _floats(_key_page(c, kv_head, piece, number), length * PAGE, s.key_page)
+        token = np.int64(c.pieces[piece, 0])
+        keys = read_keys(c.kv.arrays.keys, c.kv, token, number, kv_head, s.key_page)
         scores = advance(s.scores, row * BLOCK + number * PAGE % BLOCK)
         queries, rows = advance(s.queries, row * length), visits[i, _TOKENS] * c.group
-        _scores(queries, rows, length, keys, scores, bytes_of(ahead), itemsize)
+        _scores(queries, rows, length, keys, scores, ahead, itemsize)
 
 
 @inlined
 def _weigh_block(s: Any, c: Any, kv_head: int, visits: Any, count: int, after: Any) -> None:
     """The sums of all rows of a task, page by page. after: the page that is needed next"""
-    stride, itemsize = c.values.shape[4], c.values.itemsize
+    stride, itemsize = c.stride, c.kv.arrays.values.itemsize
     for i in range(count):
         number, piece, row = visits[i, _NUMBER], visits[i, _PIECE], visits[i, _ROW]
         if i + 1 < count:
             ahead = _value_page(c, kv_head, visits[i + 1, _PIECE], visits[i + 1, _NUMBER])
         else:
             ahead = after
-        values = _floats(_value_page(c, kv_head, piece, number), PAGE * stride, s.value_page)
+        token = np.int64(c.pieces[piece, 0])
+        values = read_values(c.kv.arrays.keys, c.kv, token, number, kv_head, s.value_page)
         _weigh_page(
             s,
             values,
@@ -362,7 +344,7 @@ def _weigh_block(s: Any, c: Any, kv_head: int, visits: Any, count: int, after: A
             c.group,
             row,
             stride,
-            bytes_of(ahead),
+            ahead,
             itemsize,
         )
 
@@ -383,7 +365,7 @@ def _block(
 
     Returns how many pages were read.
     """
-    stride = c.values.shape[4]
+    stride = c.stride
     count = _list_visits(c, begin, end, block, visits)
     _score_block(s, c, kv_head, visits, count)
     row = 0
@@ -412,7 +394,7 @@ def _block(
 @inlined
 def _finish(s: Any, c: Any, kv_head: int, begin: int, end: int, length: int, out: Any) -> None:
     """out = o / l, for one KV head's group of each token; length: of a value."""
-    stride, row = c.values.shape[4], 0
+    stride, row = c.stride, 0
     for piece in range(begin, end):
         for token in range(c.pieces[piece, 0], c.pieces[piece, 1]):
             head = pointer(out, np.int64(token) * out.shape[1] + kv_head * c.group * length)
@@ -440,8 +422,9 @@ def _num_rows(c: Any, begin: int, end: int) -> Any:
             I32_MATRIX,
             I32_MATRIX,
             F32_INPUT_MATRIX,
-            array,
-            array,
+            arrays,
+            NEW_PAGES,
+            I32_VECTOR,
             I64,
             I64,
             I64,
@@ -453,7 +436,7 @@ def _num_rows(c: Any, begin: int, end: int) -> Any:
             I64_MATRIX,
             I64_VECTOR,
         )
-        for array in KV_ARRAYS
+        for arrays in KV_TYPES
     ]
 )
 def attention(
@@ -463,8 +446,9 @@ def attention(
     tasks: Any,
     pieces: Any,
     q: Any,
-    keys: Any,
-    values: Any,
+    arrays: Any,
+    new_pages: Any,
+    page_of: Any,
     layer: int,
     num_heads: int,
     value_length: int,
@@ -482,15 +466,17 @@ def attention(
     pieces: (num_pieces, 3): first token, token after the last, and how many positions, of whole
         pages before its tokens, the piece has in the same pages as the piece before it; tokens
         of a piece belong to one row and are consecutive
-    keys: (num_layers, num_pages, num_kv_heads, key_length, 32), values: (..., 32, stride)
+    arrays, new_pages, page_of: see `KvArrays` and `SweepPlan`
     visits: scratch of VISITS_SHAPE
     pages_read: (num_workers,), counts the pages that each has read, for every KV head
     """
     if not wait_for_all(barrier, num_workers):
         return False
-    length, stride, group = keys.shape[3], values.shape[4], num_heads // keys.shape[2]
+    length, stride = arrays.keys.shape[3], arrays.values.shape[4]
+    group = num_heads // arrays.keys.shape[2]
     scale = np.float32(1.0 / np.sqrt(np.float64(length)))
-    c = _Sweep(pieces, positions, rows, page_table, keys, values, layer, group)
+    kv = Kv(arrays, new_pages, page_of, positions, rows, page_table, layer)
+    c = _Sweep(pieces, kv, group, length, stride)
     count = 0
     for number in range(len(tasks)):
         kv_head = np.int64(tasks[number, 0])

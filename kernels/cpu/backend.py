@@ -11,13 +11,22 @@ import numpy.typing as npt
 import psutil
 
 from kernels.choices import Choices, Edits, Rows
-from kernels.cpu import attention, pointwise, product, sampling
+from kernels.cpu import attention, kv, pointwise, product, sampling
 from kernels.cpu.barrier import barrier
 from kernels.cpu.buffers import give_back, zeros
 from kernels.cpu.jit import compile_all
-from kernels.cpu.matrix import CpuMatrix, quantised_matrix, round_up
-from kernels.cpu.pages import DEFAULT_KV_TYPE, page_nbytes
-from kernels.cpu.plan import SweepPlan, plan_sweep, token_range
+from kernels.cpu.matrix import CpuMatrix, quantised_matrix
+from kernels.cpu.pages import (
+    DEFAULT_KV_TYPE,
+    DTYPES,
+    KvArrays,
+    page_len,
+    page_nbytes,
+    row_nbytes,
+    scales_len,
+    value_stride,
+)
+from kernels.cpu.plan import Scratch, SweepPlan, plan_sweep, token_range
 from kernels.cpu.vector import PANEL
 from kernels.cpu.workers import Team, TeamBroken, default_num_threads
 from kernels.ops import (
@@ -33,7 +42,6 @@ from kernels.ops import (
 )
 from kernels.quants import BlockTensor
 
-_KV_DTYPES: dict[KvType, np.dtype[Any]] = {"f32": np.dtype(np.float32), "f16": np.dtype(np.uint16)}
 _EMPTY = np.empty(0, np.float32)
 # A worker that takes tokens reads all weights, at 400 / tokens GB/s for 200 GFLOP/s; the memory
 # carries that for all workers where each has this many tokens, times the number of workers.
@@ -42,16 +50,20 @@ _TOKENS_TO_SPLIT = 32
 
 @dataclass(frozen=True, slots=True)
 class CpuKvPool:
-    """keys: (num_layers, num_pages, num_kv_heads, key_length, 32)
-    values: (num_layers, num_pages, num_kv_heads, 32, value_length rounded up to 32)
-    Halves are held as uint16.
-    """
+    """num_pages, kv_type, page_nbytes: see `KvPool`; arrays: the pages"""
 
     num_pages: int
     kv_type: KvType
     page_nbytes: int
-    keys: npt.NDArray[np.float32] | npt.NDArray[np.uint16]
-    values: npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+    arrays: KvArrays
+
+    @property
+    def keys(self) -> npt.NDArray[Any]:
+        return self.arrays.keys
+
+    @property
+    def values(self) -> npt.NDArray[Any]:
+        return self.arrays.values
 
 
 class CpuOps:
@@ -76,6 +88,10 @@ class CpuOps:
         self._barrier = self._team.barrier_state
         self._product_scratch = self._scratch(product.SCRATCH_LEN)
         self._attention_scratch = self._scratch(0)
+        self._visits = tuple(
+            np.empty(attention.VISITS_SHAPE, np.int64) for _ in range(self.num_workers)
+        )
+        self._new_pages = zeros((0,), np.uint16)
 
     def _scratch(self, length: int) -> tuple[Float32, ...]:
         return tuple(zeros((length,), np.float32) for _ in range(self.num_workers))
@@ -140,16 +156,21 @@ class CpuOps:
     def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
         return page_nbytes(shape, kv_type)
 
-    def kv_pool(self, shape: KvShape, *, num_pages: int, kv_type: KvType) -> CpuKvPool:
-        outer = (shape.num_layers, num_pages, shape.num_kv_heads)
-        stride = round_up(shape.value_length, PANEL)
-        return CpuKvPool(
-            num_pages=num_pages,
-            kv_type=kv_type,
-            page_nbytes=self.kv_page_nbytes(shape, kv_type),
-            keys=zeros((*outer, shape.key_length, PAGE_TOKENS), _KV_DTYPES[kv_type]),
-            values=zeros((*outer, PAGE_TOKENS, stride), _KV_DTYPES[kv_type]),
+    def kv_row_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
+        return row_nbytes(shape, kv_type)
+
+    def kv_pool(
+        self, shape: KvShape, *, num_pages: int, kv_type: KvType, num_rows: int = 0
+    ) -> CpuKvPool:
+        outer, is_int8 = (shape.num_layers, num_pages, shape.num_kv_heads), kv_type == "int8"
+        rows = (shape.num_layers, num_rows if is_int8 else 0, shape.num_kv_heads)
+        arrays = KvArrays(
+            keys=zeros((*outer, shape.key_length, PAGE_TOKENS), DTYPES[kv_type]),
+            values=zeros((*outer, PAGE_TOKENS, value_stride(shape)), DTYPES[kv_type]),
+            scales=zeros((*outer, scales_len(shape, kv_type)), np.uint16),
+            open_pages=zeros((*rows, page_len(shape)), np.uint16),
         )
+        return CpuKvPool(num_pages, kv_type, self.kv_page_nbytes(shape, kv_type), arrays)
 
     def kv_release(self, pool: CpuKvPool, pages: Sequence[int]) -> None:
         for array in (pool.keys, pool.values):
@@ -158,8 +179,8 @@ class CpuOps:
                     give_back(layer[page])
 
     def kv_copy(self, pool: CpuKvPool, source: int, target: int) -> None:
-        pool.keys[:, target] = pool.keys[:, source]
-        pool.values[:, target] = pool.values[:, source]
+        for array in (pool.keys, pool.values, pool.arrays.scales):
+            array[:, target] = array[:, source]
 
     def choose(self, logits: Float32, specs: Rows, edits: Edits, num_tokens: int) -> Choices:
         workers = self.num_workers
@@ -167,11 +188,15 @@ class CpuOps:
 
     def plan(self, batch: Batch, shape: KvShape, num_heads: int) -> SweepPlan:
         length = attention.scratch_len(
-            num_heads // shape.num_kv_heads, shape.key_length, round_up(shape.value_length, PANEL)
+            num_heads // shape.num_kv_heads, shape.key_length, value_stride(shape)
         )
         if len(self._attention_scratch[0]) < length:
             self._attention_scratch = self._scratch(length)
-        return plan_sweep(batch, shape, num_heads, self._attention_scratch)
+        most_new = -(-batch.num_tokens // PAGE_TOKENS) * shape.num_kv_heads * page_len(shape)
+        if len(self._new_pages) < most_new:
+            self._new_pages = zeros((most_new,), np.uint16)  # taken when written, by int8 alone
+        scratch = Scratch(self._attention_scratch, self._visits, self._new_pages)
+        return plan_sweep(batch, shape, num_heads, scratch)
 
     # ---- inside run(body), by every worker -------------------------------------------------
 
@@ -257,6 +282,7 @@ class CpuOps:
         q: Float32,
     ) -> None:
         assert len(qkv) == len(q) == plan.num_tokens, (qkv.shape, q.shape, plan.num_tokens)
+        assert pool.kv_type != "int8" or not plan.leaves_an_open_page, batch.segments
         begin, end = plan.ranges[worker]
         pointwise.rope_store(
             begin,
@@ -271,8 +297,9 @@ class CpuOps:
             batch.positions,
             batch.rows,
             batch.page_table,
-            pool.keys,
-            pool.values,
+            pool.arrays,
+            plan.new_pages,
+            plan.page_of,
             layer,
             head.value_length,
             q,
@@ -290,6 +317,8 @@ class CpuOps:
         layer: int,
         out: Float32,
     ) -> None:
+        if pool.kv_type == "int8" and len(plan.closing):
+            self._close_pages(worker, plan, head, batch, pool, layer)
         done = attention.attention(
             self._barrier,
             worker,
@@ -297,8 +326,9 @@ class CpuOps:
             plan.tasks[worker],
             plan.pieces,
             q,
-            pool.keys,
-            pool.values,
+            pool.arrays,
+            plan.new_pages,
+            plan.page_of,
             layer,
             head.num_heads,
             head.value_length,
@@ -309,6 +339,31 @@ class CpuOps:
             plan.scratch[worker],
             plan.visits[worker],
             plan.pages_read,
+        )
+        _check(done)
+
+    def _close_pages(
+        self,
+        worker: int,
+        plan: SweepPlan,
+        head: HeadParams,
+        batch: Batch,
+        pool: CpuKvPool,
+        layer: int,
+    ) -> None:
+        done = kv.close_pages(
+            self._barrier,
+            worker,
+            self.num_workers,
+            plan.closing,
+            pool.arrays,
+            plan.new_pages,
+            plan.page_of,
+            layer,
+            head.value_length,
+            batch.positions,
+            batch.rows,
+            batch.page_table,
         )
         _check(done)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kernels.cpu.attention import TASK_ROWS, VISITS_SHAPE, piece_tokens
+from kernels.cpu.attention import TASK_ROWS, piece_tokens
+from kernels.cpu.pages import page_len
 from kernels.ops import PAGE_TOKENS, Batch, Float32, Int32, KvShape
 
 _TASK_COST = 4  # of starting and finishing a task, in pages of one query row
@@ -26,6 +27,12 @@ class SweepPlan:
         after the last
     scratch, visits: each worker's attention scratch
     pages_read: (num_workers,) int64, pages that attention has read, counted for each KV head
+
+    For KV of 8 bits alone:
+    closing: (num_closing,) int32, tokens that close their page
+    page_of: (num_tokens,) int32, which of `new_pages` a token's page is; -1: its row's open page
+    new_pages: (num_pages, num_kv_heads, page_len) uint16, halves of pages that begin and end here
+    leaves_an_open_page: whether a segment begins inside a page and goes on in the next
     """
 
     num_tokens: int
@@ -35,6 +42,19 @@ class SweepPlan:
     scratch: tuple[Float32, ...]
     visits: tuple[Int64, ...]
     pages_read: Int64
+    closing: Int32
+    page_of: Int32
+    new_pages: npt.NDArray[np.uint16]
+    leaves_an_open_page: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """What sweeps share, as in `SweepPlan`; new_pages: flat."""
+
+    floats: tuple[Float32, ...]
+    visits: tuple[Int64, ...]
+    new_pages: npt.NDArray[np.uint16]
 
 
 def token_range(num_tokens: int, worker: int, num_workers: int) -> tuple[int, int]:
@@ -73,17 +93,25 @@ def prefix_order(batch: Batch) -> tuple[Int64, Int64]:
 
 
 def attention_pieces(batch: Batch, group: int) -> Int32:
-    """The sweep's pieces, (num_pieces, 3), those that share pages next to each other."""
-    step = piece_tokens(group)
+    """The sweep's pieces, (num_pieces, 3), those that share pages next to each other.
+
+    None leaves a page.
+    """
     order, common = prefix_order(batch)
-    begins, ends = batch.segments[order, 0], batch.segments[order, 1]
-    counts = (ends - begins + step - 1) // step
-    segment = np.repeat(np.arange(len(order)), counts)
-    inside = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
-    begin = begins[segment] + inside * step
-    end = np.minimum(begin + step, ends[segment])
-    before = first_positions(batch)[order] // PAGE_TOKENS  # the pieces of a segment share them
-    shared = np.where(inside == 0, common[segment], before[segment]) * PAGE_TOKENS
+    begins, ends = batch.segments[:, 0], batch.segments[:, 1]
+    slots = batch.positions % PAGE_TOKENS
+    is_start = slots % piece_tokens(group) == 0
+    is_start[begins] = True
+    begin = np.flatnonzero(is_start)
+    end = np.append(begin[1:], batch.num_tokens)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    segment = np.searchsorted(ends, begin, side="right")
+    moved = np.argsort(place[segment], kind="stable")
+    begin, end, segment = begin[moved], end[moved], segment[moved]
+    before = batch.positions[np.append(0, begin[:-1])] // PAGE_TOKENS  # the piece before
+    is_first = begin == begins[segment]
+    shared = np.where(is_first, common[place[segment]], before) * PAGE_TOKENS
     return np.stack([begin, end, shared], axis=1).astype(np.int32)
 
 
@@ -102,6 +130,29 @@ def task_bounds(pieces: Int32, group: int) -> Int64:
             rows = 0
         rows += size
     return np.array([*bounds, len(pieces)], np.int64)
+
+
+def number_pages(batch: Batch) -> tuple[Int32, int]:
+    """Where the page of each token is kept in float16 while the sweep runs.
+
+    The last page of a segment is kept where its row's open page is, marked -1; others, which this
+    sweep opens and closes, are numbered. Returns (num_tokens,) and how many there are.
+    """
+    pages = batch.positions // PAGE_TOKENS
+    sizes = batch.segments[:, 1] - batch.segments[:, 0]
+    first, last = pages[batch.segments[:, 0]], pages[batch.segments[:, 1] - 1]
+    counts = last - first
+    starts = np.cumsum(counts) - counts
+    number = np.repeat(starts - first, sizes) + pages
+    number[pages == np.repeat(last, sizes)] = -1
+    return number.astype(np.int32), int(counts.sum())
+
+
+def leaves_an_open_page(batch: Batch) -> bool:
+    """Whether a segment begins inside a page and goes on in the next."""
+    first = first_positions(batch)
+    last = batch.positions[batch.segments[:, 1] - 1]
+    return bool(((first % PAGE_TOKENS > 0) & (first // PAGE_TOKENS < last // PAGE_TOKENS)).any())
 
 
 def attention_tasks(
@@ -135,20 +186,24 @@ def split_by_cost(costs: Int64, num_workers: int) -> Int64:
     return np.concatenate([[0], bounds, [len(costs)]])
 
 
-def plan_sweep(
-    batch: Batch, shape: KvShape, num_heads: int, scratch: tuple[Float32, ...]
-) -> SweepPlan:
+def plan_sweep(batch: Batch, shape: KvShape, num_heads: int, scratch: Scratch) -> SweepPlan:
     """Plan for one worker per scratch array."""
-    num_workers, group = len(scratch), num_heads // shape.num_kv_heads
+    num_workers, group = len(scratch.floats), num_heads // shape.num_kv_heads
     pieces = attention_pieces(batch, group)
     tasks, costs = attention_tasks(batch, pieces, shape.num_kv_heads, group)
     bounds = split_by_cost(costs, num_workers)
+    page_of, num_new = number_pages(batch)
+    page = (shape.num_kv_heads, page_len(shape))
     return SweepPlan(
         num_tokens=batch.num_tokens,
         ranges=tuple(token_range(batch.num_tokens, w, num_workers) for w in range(num_workers)),
         pieces=pieces,
         tasks=tuple(tasks[bounds[w] : bounds[w + 1]] for w in range(num_workers)),
-        scratch=scratch,
-        visits=tuple(np.empty(VISITS_SHAPE, np.int64) for _ in range(num_workers)),
+        scratch=scratch.floats,
+        visits=scratch.visits,
         pages_read=np.zeros(num_workers, np.int64),
+        closing=np.flatnonzero(batch.positions % PAGE_TOKENS == PAGE_TOKENS - 1).astype(np.int32),
+        page_of=page_of,
+        new_pages=scratch.new_pages[: num_new * page[0] * page[1]].reshape(num_new, *page),
+        leaves_an_open_page=leaves_an_open_page(batch),
     )

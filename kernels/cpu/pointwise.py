@@ -22,6 +22,7 @@ from kernels.cpu.jit import (
     inlined,
     kernel,
 )
+from kernels.cpu.kv import KV_TYPES, NEW_PAGES, PAGE, Kv, own_key_page, own_value_page
 from kernels.cpu.memory import (
     advance,
     bits_to_float,
@@ -32,9 +33,6 @@ from kernels.cpu.memory import (
     store_value,
 )
 from kernels.cpu.vector import LANES, sum_of_squares
-
-PAGE = 32  # tokens of a KV page
-KV_ARRAYS = (types.Array(types.float32, 5, "C"), types.Array(types.uint16, 5, "C"))
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -123,14 +121,10 @@ def _rotate(x: Any, cos: Any, sin: Any, pairs: int, halves: bool) -> None:
 
 
 @inlined
-def _prefetch_slots(keys: Any, page: int, slot: int) -> None:
-    """Ask for the lines that one token's keys will be written to: one for each dimension.
-
-    page: flat index over layers and pages
-    """
-    first = page * keys.shape[2] * keys.shape[3] * PAGE + slot
-    for line in range(keys.shape[2] * keys.shape[3]):
-        prefetch_to_write(pointer(keys, first), line * PAGE)
+def _prefetch_slots(page: Any, slot: int, length: int) -> None:
+    """Ask for the lines that one token's keys will be written to: one for each dimension."""
+    for d in range(length):
+        prefetch_to_write(page, d * PAGE + slot)
 
 
 @inlined
@@ -169,14 +163,15 @@ def _head(
             I32_VECTOR,
             I32_VECTOR,
             I32_MATRIX,
-            array,
-            array,
+            arrays,
+            NEW_PAGES,
+            I32_VECTOR,
             I64,
             I64,
             F32_MATRIX,
             F32_VECTOR,
         )
-        for array in KV_ARRAYS
+        for arrays in KV_TYPES
     ]
 )
 def rope_store(
@@ -192,8 +187,9 @@ def rope_store(
     positions: Any,
     rows: Any,
     page_table: Any,
-    keys: Any,
-    values: Any,
+    arrays: Any,
+    new_pages: Any,
+    page_of: Any,
     layer: int,
     value_length: int,
     q: Any,
@@ -202,15 +198,20 @@ def rope_store(
     """Normalise and rotate q into `q`; k and v go into their page's slot.
 
     q_norm, k_norm: (key_length,) or empty; scratch: (key_length,) at least, the worker's own
-    keys: (num_layers, num_pages, num_kv_heads, key_length, 32); values: (..., 32, stride)
+    arrays, new_pages, page_of: see `KvArrays` and `SweepPlan`
     """
-    num_kv_heads, length = keys.shape[2], keys.shape[3]
+    kv = Kv(arrays, new_pages, page_of, positions, rows, page_table, layer)
+    num_kv_heads, length, stride = (
+        arrays.keys.shape[2],
+        arrays.keys.shape[3],
+        arrays.values.shape[4],
+    )
     num_heads, pairs = q.shape[1] // length, cos.shape[1]
     for t in range(begin, end):
         position = np.int64(positions[t])
-        page, slot = np.int64(page_table[rows[t], position // PAGE]), position % PAGE
-        page += layer * keys.shape[1]
-        _prefetch_slots(keys, page, slot)
+        slot = position % PAGE
+        for h in range(num_kv_heads):
+            _prefetch_slots(own_key_page(arrays.keys, kv, t, h), slot, length)
         c, s = pointer(cos, position * pairs), pointer(sin, position * pairs)
         source = pointer(qkv, t * qkv.shape[1])
         target = pointer(q, t * q.shape[1])
@@ -220,14 +221,13 @@ def rope_store(
                 advance(source, at), q_norm, eps, c, s, pairs, halves, length, advance(target, at)
             )
         for h in range(num_kv_heads):
-            head = page * num_kv_heads + h
             key = pointer(scratch, 0)
             at = (num_heads + h) * length
             _head(advance(source, at), k_norm, eps, c, s, pairs, halves, length, key)
-            key_slot = pointer(keys, head * length * PAGE + slot)
+            key_slot = advance(own_key_page(arrays.keys, kv, t, h), slot)
             for d in range(length):
                 store_value(key_slot, d * PAGE, get(key, d))
             value = advance(source, (num_heads + num_kv_heads) * length + h * value_length)
-            value_slot = pointer(values, (head * PAGE + slot) * values.shape[4])
+            value_slot = advance(own_value_page(arrays.keys, kv, t, h), slot * stride)
             for d in range(value_length):
                 store_value(value_slot, d, get(value, d))
