@@ -12,7 +12,7 @@ shared page, cannot fail once a row is on board, and pages kept for reuse keep n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.prefix_tree import (
     Match,
@@ -65,11 +65,21 @@ class KvCache:
     """Pages of one pool, handed to rows.
 
     pool: the backend's pages; None for accounting alone
+    shares_parts: the first tokens of a page can be taken over by a copy of it; where they cannot,
+        only full pages are shared
     """
 
-    def __init__(self, num_pages: int, ops: Ops | None = None, pool: KvPool | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        ops: Ops | None = None,
+        pool: KvPool | None = None,
+        *,
+        shares_parts: bool = True,
+    ) -> None:
         self.num_pages = num_pages
         self.pool = pool
+        self._shares_parts = shares_parts
         self._ops = ops
         self._tree = PrefixTree()
         self._free = list(range(num_pages - 1, -1, -1))
@@ -113,10 +123,12 @@ class KvCache:
         promised = match.last.promised
         if not promised or not prompt:
             return False
-        gain = nearest(promised, match.rest)[1] - match.num_common
         piece = prompt[len(match.nodes)]
         is_whole = nearest(promised, piece)[0] == piece
-        return gain >= (1 if is_whole else MIN_GAIN) or (is_whole and is_full(piece))
+        if is_whole and is_full(match.rest):
+            return True
+        gain = nearest(promised, match.rest)[1] - match.num_common
+        return self._shares_parts and gain >= (1 if is_whole else MIN_GAIN)
 
     def touch(self, prompt: Sequence[bytes]) -> None:
         """Keep what the tree has of a prompt longer than what nobody asks for."""
@@ -188,6 +200,7 @@ class KvCache:
         """
         piece = row.next_piece
         assert piece is None or not self._is_written(row, piece), "publish before a fork"
+        assert self._shares_parts or row.num_tokens % PAGE_TOKENS == 0, row.num_tokens
         max_pages = pages_for(max(max_tokens, row.num_tokens))
         if max_pages - row.num_shared > self.num_unreserved:
             return None
@@ -221,7 +234,8 @@ class KvCache:
         self._withdrawn.clear()
 
     def _find(self, prompt: Sequence[bytes]) -> Match:
-        return self._tree.find(prompt, max(0, tokens_of(prompt) - 1))
+        match = self._tree.find(prompt, max(0, tokens_of(prompt) - 1))
+        return match if self._shares_parts else replace(match, source=None, num_common=0)
 
     def _promise_next(self, row: RowKv) -> None:
         if (piece := row.next_piece) is not None:
@@ -249,7 +263,7 @@ class KvCache:
 
     def _add_tail(self, row: RowKv, piece: bytes) -> None:
         """The row goes on writing into this page, after the tokens that the tree knows of."""
-        if row.parent.closest(piece)[1] < tokens_in(piece):
+        if self._shares_parts and row.parent.closest(piece)[1] < tokens_in(piece):
             self._tree.insert(row.parent, piece, row.pages[row.num_shared])
         row.prompt = ()
 

@@ -63,10 +63,16 @@ class Row:
 class Walk:
     """A cache under random use, and everything it must never get wrong."""
 
-    def __init__(self, seed: int, num_pages: int) -> None:
+    def __init__(self, seed: int, num_pages: int, *, shares_parts: bool) -> None:
+        self.shares_parts = shares_parts
         self.rng = np.random.default_rng(seed)
         self.pages = Pages(num_pages)
-        self.cache = KvCache(num_pages, self.pages, object())  # type: ignore[arg-type]
+        self.cache = KvCache(
+            num_pages,
+            self.pages,  # type: ignore[arg-type]
+            object(),  # type: ignore[arg-type]
+            shares_parts=shares_parts,
+        )
         self.rows: list[Row] = []
         self.waiting: list[list[int]] = []
         self.beginnings = [self.random_tokens(150) for _ in range(4)]
@@ -170,6 +176,8 @@ class Walk:
         row = self.any_row()
         if row is None or len(self.rows) == MAX_ROWS:
             return
+        if row.kv.num_tokens % PAGE_TOKENS and not self.shares_parts:
+            return
         tokens = row.tokens[: row.kv.num_tokens] + self.random_tokens(20)
         kv = self.cache.fork(row.kv, len(tokens))
         if kv is not None:
@@ -214,8 +222,9 @@ class Walk:
 
     def longest_known(self, prompt: list[int]) -> int:
         """What the tree has of a prompt, by comparing with every node."""
-        common = (num_alike(tokens, prompt) for tokens, _ in self.nodes())
-        return min(max(common, default=0), len(prompt) - 1)
+        common = (min(num_alike(tokens, prompt), len(prompt) - 1) for tokens, _ in self.nodes())
+        most = max(common, default=0)
+        return most if self.shares_parts else most // PAGE_TOKENS * PAGE_TOKENS
 
     def is_coming(self, prompt: list[int]) -> bool:
         """Whether a row on board is computing what this prompt goes on with, by comparing all."""
@@ -228,8 +237,9 @@ class Walk:
             if not row.kv.prompt or row.kv.num_shared * PAGE_TOKENS != have:
                 continue
             gain = min(num_alike(promised, prompt), len(prompt) - 1) - known
-            whole_page = promised == wanted and len(promised) == have + PAGE_TOKENS
-            if gain >= MIN_GAIN or whole_page or (promised == wanted and gain > 0):
+            if promised == wanted and have + PAGE_TOKENS < len(prompt):
+                return True
+            if self.shares_parts and gain >= (1 if promised == wanted else MIN_GAIN):
                 return True
         return False
 
@@ -272,10 +282,11 @@ class Walk:
 
 
 @pytest.mark.parametrize(("seed", "num_pages"), [(0, 12), (1, 24), (2, 60)])
+@pytest.mark.parametrize("shares_parts", [True, False], ids=["parts", "whole-pages"])
 def test_no_page_is_lost_or_shared_wrongly_and_every_row_finds_its_pages(
-    seed: int, num_pages: int
+    seed: int, num_pages: int, shares_parts: bool
 ) -> None:
-    walk = Walk(seed, num_pages)
+    walk = Walk(seed, num_pages, shares_parts=shares_parts)
     for _ in range(NUM_OPERATIONS):
         walk.step()
     assert all(walk.done[name] > 20 for name in ("waited", "reused", "forked", "withdrew"))
