@@ -18,7 +18,15 @@ import pyarrow as pa
 from pyarrow import types
 
 from jobs.columns import JSON_MARK, bind_columns
-from jobs.formats.base import FileReader, InputBatch, OnBadUtf8, RecordBatch, Schema, Wanted
+from jobs.formats.base import (
+    FileReader,
+    InputBatch,
+    OnBadUtf8,
+    RecordBatch,
+    RowValues,
+    Schema,
+    Wanted,
+)
 from jobs.formats.column_types import arrow_type
 from jobs.formats.csv_file import check_delimiter, check_encoding, find_delimiter
 from jobs.formats.parquet_file import ParquetReader, read_footer
@@ -41,6 +49,7 @@ __all__ = [
     "OnProgress",
     "RecordBatch",
     "RowReader",
+    "RowValues",
     "Schema",
     "bind_columns",
     "build_manifest",
@@ -48,6 +57,7 @@ __all__ = [
     "count_rows",
     "file_change",
     "read_schema",
+    "reserve_arrow_memory",
 ]
 
 SAMPLE_NBYTES = 4 << 20
@@ -228,6 +238,14 @@ def file_change(file: InputFile) -> str | None:
         if then != now:
             return f"has changed since the job was submitted: its {what} was {then}, is {now}"
     return None
+
+
+def reserve_arrow_memory() -> None:
+    """Let Arrow take the gigabyte of addresses now that it takes at its first allocation.
+
+    Where address space is limited later, that would leave too little for what is meant to use it.
+    """
+    pa.allocate_buffer(1)
 
 
 # ---- reading -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from jobs.driver_process import DriverProcess, EngineLostError
 from jobs.isolation import RowLoss
 from jobs.job_run import JobRun
 from jobs.messages import (
+    WINDOW_OUTPUTS,
     AddShard,
     BatchDone,
     DriverFailed,
@@ -24,8 +25,6 @@ from jobs.messages import (
     StartJob,
 )
 from jobs.records import JobError, Shard
-
-MIN_SHARDS_OUTSTANDING = 2
 
 log = logging.getLogger("jobs.dispatch")
 
@@ -65,7 +64,7 @@ class Dispatch:
         self._is_over = False
         self._attempt = attempt
         self._shards: Iterator[Shard] = run.shards()
-        self._outstanding: set[int] = set()
+        self._num_outputs = 0  # sent, and not come back
         self._suspects = frozenset(run.isolation.rows)
         driver.send(start_command(attempt, run))
 
@@ -94,7 +93,7 @@ class Dispatch:
                 self._top_up()
             case BatchDone():
                 self.run.commit(event)
-                self._outstanding.difference_update(event.shards_done)
+                self._num_outputs -= len(event.batch.row_indices) if event.batch else 0
                 self._top_up()
             case JobFailed(reason=reason, detail=detail):
                 log.error("the engine actor reports:\n%s", detail)
@@ -127,11 +126,11 @@ class Dispatch:
                 self.take(event)
 
     def _top_up(self) -> None:
-        while len(self._outstanding) < MIN_SHARDS_OUTSTANDING:
+        while self._num_outputs < WINDOW_OUTPUTS:
             shard = next(self._shards, None)
             if shard is None:
                 return
-            self._outstanding.add(shard.number)
+            self._num_outputs += self.run.num_outputs(shard)
             failed = self.run.isolation.failed
             own = {row: failed[row] for row in failed if shard.begin <= row < shard.end}
             self._driver.send(AddShard(self._attempt, shard, own))

@@ -13,16 +13,19 @@ from engine.devices import open_ops, resolved
 from engine.gguf_file import GgufFile
 from engine.hparams import check_tensors, read_hparams
 from engine.loading import reader_name
+from jobs.dataset import reserve_arrow_memory
 from jobs.home import Home
 from jobs.job_device import device_facts
 from jobs.job_plan import plan_job
 from jobs.memory import limit_own_memory, private_nbytes
 from jobs.messages import StartJob
+from jobs.row_source import WINDOW_NBYTES
 from jobs.workload import ModelText, sample_workload
 from nvme import open_reader
 
-# What Python, Arrow and the tokenizer take as rows come and go, stacks of threads included.
-MEMORY_MARGIN_NBYTES = 256 << 20
+# What Python, Arrow and the tokenizer take as rows come and go, stacks of threads included, and
+# rows that are read ahead.
+MEMORY_MARGIN_NBYTES = (256 << 20) + WINDOW_NBYTES
 
 
 def load_engine(
@@ -58,6 +61,7 @@ def load_engine(
     # CUDA maps far more address space than memory, and on a GPU the budget is of its own memory.
     if config.memory_nbytes is not None and ops.name == "cpu":
         allowed_nbytes = config.memory_nbytes + MEMORY_MARGIN_NBYTES
+        reserve_arrow_memory()
         facts["memory_limit_nbytes"] = private_nbytes(os.getpid()) + allowed_nbytes
         limit_own_memory(allowed_nbytes)
     name = reader_name(config, planned.plan)

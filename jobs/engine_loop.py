@@ -1,7 +1,7 @@
 """The loop around an engine: commands in, rows through the engine, batches of results out.
 
 It runs in a thread of the engine actor and knows nothing of Ray. Shards queue up here, so the
-engine never drains between them; rows are read and prepared only as the engine can soon take them.
+engine never drains between them; rows are read and prepared ahead of it, in slices between sweeps.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from jobs.workload import sample_workload
 
 FLUSH_INTERVAL_S = 1.0
 FLUSH_ROWS = 4096
-MIN_WAITING = 64
-FILL_TIME_S = 0.1
+MIN_WAITING = 256  # some more than the engine may pass over while others compute their prefix
+READ_TIME_S = 0.1  # of rows, between two sweeps
+FIRST_READ_TIME_S = 0.5  # before any row is on board: what is known then orders the first rows
 
 MakeEngine = Callable[[StartJob], tuple[Engine, Mapping[str, Any]]]
 MakeSource = Callable[[StartJob, Engine], RowSource]
@@ -154,20 +155,24 @@ class EngineLoop:
         rows, detail = job.rows_on_board(), traceback.format_exc()
         if not rows:
             raise error
+        # What the failed sweep holds may be all the memory there is, and the rest needs some.
+        traceback.clear_frames(error.__traceback__)
         if isinstance(error, MemoryError):
             loss = RowLoss("out_of_memory", f"the engine ran out of memory: {error}")
         else:
             loss = RowLoss("internal_error", f"{type(error).__name__}: {error}")
-        if job.source.num_finished:
-            self._events.put(job.flush())
+        self._flush_all(job)
         self._drop_job()
         self._events.put(RowsFailed(job.attempt, rows, loss, detail))
 
     def _end(self, job: _RunningJob) -> None:
-        if job.source.num_finished:
-            self._events.put(job.flush())
+        self._flush_all(job)
         self._drop_job()
         self._events.put(JobEnded(job.attempt))
+
+    def _flush_all(self, job: _RunningJob) -> None:
+        while job.source.num_finished:
+            self._events.put(job.flush())
 
     def _drop_job(self) -> None:
         job, self._job = self._job, None
@@ -200,23 +205,36 @@ class _RunningJob:
     @property
     def is_idle(self) -> bool:
         """Nothing can happen before the next command."""
-        return not (self.engine.has_work or self.source.has_unread or self.source.has_news)
+        return not (self._has_rows or self.source.has_news)
+
+    @property
+    def _has_rows(self) -> bool:
+        return self.engine.has_work or self.source.num_ready > 0 or self.source.has_unread
 
     def fill(self) -> None:
-        """Prepare rows until as many wait as the engine may admit soon, or time is up."""
+        """Read ahead, and let as many outputs wait in the engine as it may admit soon."""
         engine, source = self.engine, self.source
-        deadline = time.monotonic() + FILL_TIME_S
         target = max(MIN_WAITING, 2 * engine.num_running)
+        self._read_ahead(target)
         if self._max_rows is not None:
             target = min(target, self._max_rows - engine.num_running)
-        while source.has_unread and engine.num_waiting < target:
+        while engine.num_waiting < target and (request := source.next_request()) is not None:
+            engine.add(request)
+
+    def _read_ahead(self, num_wanted: int) -> None:
+        """Prepare rows while the window has room, until time is up."""
+        source = self.source
+        begun = self._first_admission_at is not None
+        deadline = time.monotonic() + (READ_TIME_S if begun else FIRST_READ_TIME_S)
+        while source.wants_row(num_wanted):
             if self._board is not None:
                 self._board.begin((source.next_row,))
-            request = source.next_request()
-            if request is not None:
-                engine.add(request)
-            if time.monotonic() > deadline and (engine.has_work or source.num_finished):
-                return
+            source.prepare_row()
+            has_more = self.engine.has_work or source.num_ready or source.num_finished
+            if has_more and time.monotonic() > deadline:
+                break
+        if self._board is not None:
+            self._board.clear()
 
     def sweep(self) -> None:
         if not self.engine.has_work:
@@ -251,13 +269,12 @@ class _RunningJob:
         late = time.monotonic() - self._flushed_at >= FLUSH_INTERVAL_S
         if not self.source.has_news:
             return late and self.engine.sweeps.totals.num_sweeps > self._sweeps_told
-        dry = not (self.engine.has_work or self.source.has_unread)
-        return dry or late or self.source.num_finished >= FLUSH_ROWS
+        return not self._has_rows or late or self.source.num_finished >= FLUSH_ROWS
 
     def flush(self) -> BatchDone:
         self._flushed_at = time.monotonic()
         self._sweeps_told = self.engine.sweeps.totals.num_sweeps
-        batch, shards = self.source.take_finished()
+        batch, shards = self.source.take_finished(FLUSH_ROWS)
         return BatchDone(self.attempt, batch, shards, self._progress())
 
     def _progress(self) -> Progress:
@@ -267,7 +284,7 @@ class _RunningJob:
         rates, began_at = self.engine.rates, self._first_admission_at
         return Progress(
             rows_on_board=self.engine.num_running,
-            rows_waiting=self.engine.num_waiting,
+            rows_waiting=self.engine.num_waiting + self.source.num_ready,
             num_sweeps=sweeps.num_sweeps,
             prompt_tokens=totals["prompt_tokens"] - self._base["prompt_tokens"],
             completion_tokens=completion_tokens,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -26,6 +26,8 @@ from jobs.store import JobStore
 
 RECORD_INTERVAL_S = 2.0
 WINDOW_SHARDS = 64
+# Asked for rows [begin, end): their outputs that are not to run, as in `Shard.done`, ascending.
+Settled = Callable[[int, int], npt.NDArray[np.int64]]
 _EXCUSED = "errors_excused"  # in the job's record
 _DEVICES: Mapping[str, Literal["cpu", "gpu"]] = {"cpu": "cpu", "cuda": "gpu"}
 
@@ -64,6 +66,9 @@ class JobRun:
         self._num_ok = job.num_ok
         self.total = job.total or 0
         self._num_rows = self.total
+        self._num_samples = job.spec.samples
+        # A row of many samples counts as many, so that a shard is about as much work for any job.
+        self._shard_rows = max(1, job.spec.shard_rows // job.spec.samples)
         self._selection: npt.NDArray[np.int64] | None = None
 
     # ---- before the first row ------------------------------------------------------------
@@ -108,8 +113,10 @@ class JobRun:
             self.job = replace(job, manifest=manifest)
         assert manifest.num_rows is not None
         self._num_rows = manifest.num_rows if limit is None else min(manifest.num_rows, limit)
-        self._selection = self._store.selection(job.id)
-        self.total = self._num_rows if self._selection is None else len(self._selection)
+        selection = self._store.selection(job.id)
+        self._selection = None if selection is None else self._outputs(selection)
+        outputs = self._num_rows * self._num_samples
+        self.total = outputs if self._selection is None else len(self._selection)
         self._store.set_total(job.id, self.total)
         if ids is not None:
             self.note({"input": ids.facts()})
@@ -132,15 +139,31 @@ class JobRun:
     def shards(self) -> Iterator[Shard]:
         """What is to run next, in order, as row ranges: suspects alone where there are any."""
         if suspects := self.isolation.rows:
-            return shards_of(suspects, self.job.spec.shard_rows)
-        return plan_shards(self._num_rows, self.job.spec.shard_rows, self._settled_rows)
+            return shards_of(suspects, self._shard_rows, self._num_samples, self._settled)
+        return plan_shards(self._num_rows, self._shard_rows, self._settled, self._num_samples)
 
-    def _settled_rows(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """Indices in [begin, end) of rows that are finished, or that the job does not have."""
-        done = self._store.done_rows(self.job.id, begin, end)
+    def num_outputs(self, shard: Shard) -> int:
+        """Outputs that a shard is to bring."""
+        return (shard.end - shard.begin) * self._num_samples - len(shard.done)
+
+    def _outputs(self, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Each pair of row and sample index as one number, as in `Shard.done`."""
+        return keys[:, 0] * self._num_samples + keys[:, 1]
+
+    def _settled(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Outputs of the rows [begin, end) that are finished, or that the job does not have."""
+        done = self._outputs(self._store.done_keys(self.job.id, begin, end))
         if self._selection is None:
             return done
-        return np.union1d(done, np.setdiff1d(np.arange(begin, end), self._selection))
+        outputs = np.arange(begin * self._num_samples, end * self._num_samples)
+        return np.union1d(done, np.setdiff1d(outputs, self._selection))
+
+    def _whole_rows(self, rows: Iterable[int]) -> set[int]:
+        """Those of these rows, of which an output has just ended, that have no other to come."""
+        whole = set(rows)
+        if self._num_samples == 1 or not self.isolation.rows:
+            return whole
+        return {row for row in whole if len(self._settled(row, row + 1)) == self._num_samples}
 
     def too_many_errors(self) -> str | None:
         """Why the job must pause by its own limit; None where it need not.
@@ -169,7 +192,7 @@ class JobRun:
         if batch is not None and batch.row_indices:
             self._num_done = self._store.commit_batch(self.job.id, batch)
             self._num_ok += batch.num_ok
-            self.isolation.settle(batch.row_indices, batch.num_ok)
+            self.isolation.settle(self._whole_rows(batch.row_indices), batch.num_ok)
         progress = event.progress
         if self._record.get("first_admission_at") is None:
             self._record["first_admission_at"] = progress.first_admission_at
@@ -246,32 +269,37 @@ def error_limit(max_errors: str | None, total: int) -> int | None:
 
 
 def plan_shards(
-    total: int,
+    num_rows: int,
     shard_rows: int,
-    done_rows: Callable[[int, int], np.ndarray],
+    settled: Settled,
+    num_samples: int = 1,
     window_shards: int = WINDOW_SHARDS,
 ) -> Iterator[Shard]:
-    """Cut [0, total) into row ranges, leaving out those that are finished whole.
+    """Cut [0, num_rows) into row ranges, leaving out those that are finished whole.
 
-    done_rows: row indices in [begin, end) that are not to run, ascending; asked for
-        `window_shards` shards at a time, since each call reads whole parts
+    settled: asked for `window_shards` shards at a time, since each call reads whole parts
     """
     window_rows = shard_rows * window_shards
-    for first in range(0, total, window_rows):
-        last = min(first + window_rows, total)
-        done = np.unique(done_rows(first, last))
+    for first in range(0, num_rows, window_rows):
+        last = min(first + window_rows, num_rows)
+        done = np.unique(settled(first, last))
         for begin in range(first, last, shard_rows):
             end = min(begin + shard_rows, last)
-            mine = done[np.searchsorted(done, begin) : np.searchsorted(done, end)]
-            if len(mine) < end - begin:
+            bounds = np.searchsorted(done, [begin * num_samples, end * num_samples])
+            mine = done[slice(*bounds)]
+            if len(mine) < (end - begin) * num_samples:
                 number = begin // shard_rows
                 yield Shard(number=number, begin=begin, end=end, done=tuple(mine.tolist()))
 
 
-def shards_of(rows: Sequence[int], shard_rows: int) -> Iterator[Shard]:
+def shards_of(
+    rows: Sequence[int], shard_rows: int, num_samples: int, settled: Settled
+) -> Iterator[Shard]:
     """Row ranges, none longer than `shard_rows`, that hold these rows, ascending, and no others."""
     for number, some in itertools.groupby(rows, key=lambda row: row // shard_rows):
-        members = list(some)
-        begin, end = members[0], members[-1] + 1
-        others = sorted(set(range(begin, end)) - set(members))
-        yield Shard(number=number, begin=begin, end=end, done=tuple(others))
+        members = np.array(list(some))
+        begin, end = int(members[0]), int(members[-1]) + 1
+        outputs = np.arange(begin * num_samples, end * num_samples)
+        others = outputs[~np.isin(outputs // num_samples, members)]
+        done = np.union1d(others, settled(begin, end))
+        yield Shard(number=number, begin=begin, end=end, done=tuple(done.tolist()))

@@ -14,6 +14,8 @@ from jobs.isolation import RowLoss
 from jobs.processes import ProcessId
 from jobs.records import JobSpec, Manifest, RowBatch, Shard
 
+WINDOW_OUTPUTS = 65_536  # most that an actor has been given and has not handed back, about
+
 
 @dataclass(frozen=True, slots=True)
 class StartJob:
@@ -87,6 +89,7 @@ class JobReady:
 class Progress:
     """Where the engine stands. Counts are of this attempt; first_admission_at is Unix time.
 
+    rows_waiting: read and prepared, and not on board
     achieved: as `jobs.achieved` has it
     """
 

@@ -10,6 +10,7 @@ length, so that a large `max_tokens` cannot eat the prompt. Cutting at the left 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -264,8 +265,14 @@ def _facts(params: SamplingParams | None, *, original_prompt_tokens: int | None 
     return RowFacts(
         truncated=original_prompt_tokens is not None,
         original_prompt_tokens=original_prompt_tokens,
-        sampling_params=None if params is None else params.to_json(),
+        sampling_params=None if params is None else _params_json(params),
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _params_json(params: SamplingParams) -> str:
+    """One text for all rows of the same parameters, as many rows are held at once."""
+    return params.to_json()
 
 
 def error_row(row_index: int, error: RowError, prompt_tokens: int = 0) -> FinishedRow:

@@ -82,12 +82,19 @@ class ResultRow:
 
     carried: its carried input columns as a batch of one row
     replaced: input columns in which bytes that are not UTF-8 were replaced
+    duplicate_of: index of the row that was computed, where this one is a copy
     """
 
     finished: FinishedRow
     facts: RowFacts
     carried: RecordBatch
     replaced: tuple[str, ...] = ()
+    duplicate_of: int | None = None
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether its tokens are work that was done for it."""
+        return self.duplicate_of is None and self.finished.status == "ok"
 
 
 # ---- the schema --------------------------------------------------------------------------
@@ -127,13 +134,16 @@ def build_row_batch(schema: Schema, rows: Sequence[ResultRow]) -> RowBatch:
     own = [pa.array(column, kind) for column, kind in zip(values, _TYPES, strict=True)]
     table = pa.Table.from_arrays([*carried, *own], schema=schema)
     finished = [row.finished for row in rows]
+    computed = [row.finished for row in rows if row.is_computed]
     return RowBatch(
         row_indices=tuple(row.row_index for row in finished),
         sample_indices=tuple(row.sample_index for row in finished),
         num_ok=sum(row.status == "ok" for row in finished),
         num_error=sum(row.status == "error" for row in finished),
-        prompt_tokens=sum(row.prompt_tokens for row in finished),
-        completion_tokens=sum(row.completion_tokens for row in finished),
+        prompt_tokens=sum(row.prompt_tokens for row in computed),
+        completion_tokens=sum(row.completion_tokens for row in computed),
+        reused_tokens=sum(row.reused_tokens for row in computed),
+        num_copied=sum(row.duplicate_of is not None for row in rows),
         ipc=_to_ipc(table),
     )
 
@@ -165,7 +175,7 @@ def _own_values(row: ResultRow) -> tuple[Any, ...]:
         facts.original_prompt_tokens,
         facts.sampling_params,
         _logprob_values(finished.logprobs),
-        None,
+        row.duplicate_of,
         None,
         _warnings_json(row),
         finished.error_code,
@@ -295,16 +305,20 @@ class Results:
 
     def _end(self) -> int:
         last = max((source.last_row for source in self._sources), default=-1)
-        planned = self._job.total or 0
+        planned = (self._job.total or 0) // self._job.spec.samples
         if self._selection is not None and len(self._selection):
-            planned = int(self._selection[-1]) + 1
+            planned = int(self._selection[-1, 0]) + 1
         return max(last + 1, planned if self._job.state == "cancelled" else 0)
 
-    def _planned_rows(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """The job's rows in [begin, end), finished or not."""
+    def _planned_keys(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Keys of the job's output rows in the window [begin, end), finished or not."""
         if self._selection is None:
-            return np.arange(begin, min(end, self._job.total or 0))
-        return self._selection[(self._selection >= begin) & (self._selection < end)]
+            samples = self._job.spec.samples
+            outputs = np.arange(begin * samples, min(end * samples, self._job.total or 0))
+            return _window_keys(outputs // samples, outputs % samples, begin)
+        rows, sample_indices = self._selection.T
+        inside = (rows >= begin) & (rows < end)
+        return _window_keys(rows[inside], sample_indices[inside], begin)
 
     def _window(self, begin: int, end: int) -> Table:
         """Rows [begin, end), sorted. Windows are asked for in order."""
@@ -318,8 +332,8 @@ class Results:
                 pieces.append(cached[idx].filter(pa.array((rows >= begin) & (rows < end))))
         table = pa.concat_tables(pieces)
         if self._job.state == "cancelled":
-            left = np.setdiff1d(self._planned_rows(begin, end), self._row_indices(table))
-            table = pa.concat_tables([table, self._cancelled(left)])
+            left = np.setdiff1d(self._planned_keys(begin, end), self._keys(table, begin))
+            table = pa.concat_tables([table, self._cancelled(left, begin)])
         for idx in [idx for idx in cached if self._sources[idx].last_row < end]:
             del cached[idx]
         return self._sorted(table)
@@ -336,9 +350,8 @@ class Results:
         return self._sorted(pa.concat_tables([kept, self._conform(better)]))
 
     def _keys(self, table: Table, begin: int) -> npt.NDArray[np.int64]:
-        """Row and sample of a window's rows as one number."""
         samples: npt.NDArray[np.int64] = table.column(self._sample_column).to_numpy()
-        return (self._row_indices(table) - begin) << 32 | samples
+        return _window_keys(self._row_indices(table), samples, begin)
 
     def _sorted(self, table: Table) -> Table:
         if not table.num_rows:
@@ -404,14 +417,15 @@ class Results:
     def _conform(self, table: Table) -> Table:
         return pa.Table.from_arrays(table.columns, schema=self.schema)
 
-    def _cancelled(self, rows: npt.NDArray[np.int64]) -> Table:
-        """Result rows for input rows that a cancelled job left; carried columns as far as it can.
+    def _cancelled(self, keys: npt.NDArray[np.int64], begin: int) -> Table:
+        """Result rows for what a cancelled job left; carried columns as far as it can.
 
-        rows: ascending, within one window
+        keys: ascending, of the window that begins at row `begin`
         """
+        rows = begin + (keys >> 32)
         own = {
             self._row_column: pa.array(rows),
-            self._sample_column: pa.array(np.zeros(len(rows), np.int32)),
+            self._sample_column: pa.array((keys & 0xFFFFFFFF).astype(np.int32)),
             self._status_column: pa.array(["cancelled"] * len(rows), pa.string()),
         }
         carried = self._carried(rows)
@@ -434,3 +448,10 @@ class Results:
             return {}
         table = pa.Table.from_batches(batches).take(pa.array(rows - begin))
         return dict(zip(names, table.columns, strict=True))
+
+
+def _window_keys(
+    rows: npt.NDArray[np.int64], samples: npt.NDArray[np.int64], begin: int
+) -> npt.NDArray[np.int64]:
+    """Row and sample indices as one number each, for the window that begins at row `begin`."""
+    return (rows - begin) << 32 | samples

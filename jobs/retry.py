@@ -26,22 +26,24 @@ def create_retry(store: JobStore, job_id: str, environment: Mapping[str, str]) -
     for other in store.retries(job_id):
         if other.state not in FINAL_STATES:
             raise SpecError(f"job {other.id} retries job {job_id} already and is {other.state}")
-    rows = failed_rows(store.finished(job_id))
-    if not len(rows):
+    keys = failed_keys(store.finished(job_id))
+    if not len(keys):
         raise SpecError(f"job {job_id} has no failed rows to retry")
     return store.create_job(
         replace(job.spec, output=None),
         job.manifest,
         environment,
         retry_of=job_id,
-        selection=rows,
+        selection=keys,
         fingerprint=job.fingerprint,
     )
 
 
-def failed_rows(finished: FinishedRows) -> npt.NDArray[np.int64]:
-    """Indices of rows whose result is an error, ascending."""
-    column = finished.job.spec.output_prefix + "row_index"
-    tables = Results(finished).tables(errors=True)
-    columns = [table.column(column).to_numpy() for table in tables]
-    return np.unique(np.concatenate([np.empty(0, np.int64), *columns]))
+def failed_keys(finished: FinishedRows) -> npt.NDArray[np.int64]:
+    """(n, 2) row and sample indices of results that are errors, ascending."""
+    prefix = finished.job.spec.output_prefix
+    names = (prefix + "row_index", prefix + "sample_index")
+    keys = [np.empty((0, 2), np.int64)]
+    for table in Results(finished).tables(errors=True):
+        keys.append(np.stack([table.column(name).to_numpy() for name in names], axis=1))
+    return np.concatenate(keys, dtype=np.int64)

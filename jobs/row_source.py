@@ -4,60 +4,86 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Protocol
 
 from engine import FinishedRow, Request, RowError
 from engine.chat import ChatTemplate, PromptTemplate
 from engine.tokenizer import Tokenizer
 from jobs.columns import bind_columns
-from jobs.dataset import InputBatch, RecordBatch, RowReader, Schema, read_schema
+from jobs.dataset import RecordBatch, RowReader, RowValues, Schema, read_schema
+from jobs.duplicates import Duplicates, copy_of, identity_of
+from jobs.expected_length import ExpectedLength
 from jobs.isolation import RowLoss
-from jobs.messages import StartJob
+from jobs.messages import WINDOW_OUTPUTS, StartJob
+from jobs.prefix_queue import PrefixQueue
 from jobs.prepare import RowFacts, RowPreparer, error_row
 from jobs.records import Binding, JobSpec, Manifest, RowBatch, Shard
 from jobs.results import ResultRow, build_row_batch, result_schema
 
-
-@dataclass(slots=True)
-class _Pending:
-    """A row between reading and its result."""
-
-    shard: int
-    facts: RowFacts
-    carried: RecordBatch
-    replaced: tuple[str, ...]
+# What is held of a row beside its tokens and what it carries.
+ROW_NBYTES = 1700
+WINDOW_NBYTES = 128 << 20
 
 
 @dataclass(slots=True)
-class _InputRow:
-    """A row as read. values: those needed to run it, or why there are none"""
+class _Row:
+    """A row between reading and the end of its last output.
+
+    table, offset: where what it carries is; many rows share a table
+    replaced: input columns in which bytes that are not UTF-8 were replaced
+    samples: indices of its outputs that are still to come
+    nbytes: about what it takes while it is held
+    """
 
     index: int
-    values: dict[str, Any] | RowError
-    carried: RecordBatch
-    replaced: tuple[str, ...]
     shard: int
+    table: RecordBatch
+    offset: int
+    replaced: tuple[str, ...]
+    samples: list[int]
+    nbytes: int = 0
+    facts: RowFacts = field(default_factory=RowFacts)
+
+    def result(self, finished: FinishedRow, duplicate_of: int | None) -> ResultRow:
+        carried = self.table.slice(self.offset, 1)
+        return ResultRow(finished, self.facts, carried, self.replaced, duplicate_of)
 
 
 class RowSource:
-    """Hands out requests shard by shard and takes back finished rows.
+    """Reads rows ahead of the engine, hands them out in an order that suits it, takes them back.
 
-    Nothing is read before it is asked for, and at most one record batch is held beside the rows
-    that are in the engine.
+    What is read and not finished is a window on the input: at most `WINDOW_OUTPUTS` outputs, and
+    about `WINDOW_NBYTES`. Within it rows with a common prefix follow each other, and equal outputs
+    are computed once.
     """
 
-    def __init__(self, reader: RowReader, preparer: RowPreparer, schema: Schema) -> None:
+    def __init__(
+        self,
+        reader: RowReader,
+        preparer: RowPreparer,
+        schema: Schema,
+        spec: JobSpec,
+        context_length: int,
+    ) -> None:
         self._reader = reader
         self._preparer = preparer
         self._schema = schema
+        self._num_samples = spec.samples
+        self._context_length = context_length
+        self._duplicates = Duplicates() if spec.dedupe else None
+        self._expected = ExpectedLength()
         self._shards: deque[Shard] = deque()
-        self._rows: Iterator[_InputRow] = iter(())
-        self._next: _InputRow | None = None
-        self._pending: dict[int, _Pending] = {}
+        self._unread: Iterator[tuple[_Row, RowValues]] = iter(())
+        self._next: tuple[_Row, RowValues] | None = None
+        self._queue: PrefixQueue[list[Request]] = PrefixQueue()
+        self._num_queued = 0
+        self._ready: deque[Request] = deque()
+        self._rows: dict[int, _Row] = {}
+        self._num_held = self._held_nbytes = 0
         self._unfinished: dict[int, int] = {}
-        self._finished: list[ResultRow] = []
+        self._finished: deque[tuple[int, ResultRow]] = deque()
         self._failed: dict[int, RowLoss] = {}
 
     @classmethod
@@ -76,7 +102,8 @@ class RowSource:
             values=binding.values,
             on_bad_utf8=spec.on_bad_utf8,
         )
-        return cls(reader, preparer, result_schema(schema, binding, spec))
+        results = result_schema(schema, binding, spec)
+        return cls(reader, preparer, results, spec, engine.context_length)
 
     def close(self) -> None:
         self._reader.close()
@@ -86,57 +113,139 @@ class RowSource:
     def add_shard(self, shard: Shard, failed: Mapping[int, RowLoss]) -> None:
         """Read this shard after those before. failed: rows that only become error rows"""
         self._failed |= failed
-        self._unfinished[shard.number] = shard.end - shard.begin - len(shard.done)
+        num_outputs = (shard.end - shard.begin) * self._num_samples
+        self._unfinished[shard.number] = num_outputs - len(shard.done)
         self._shards.append(shard)
 
     @property
     def has_unread(self) -> bool:
-        """Whether `next_request` has more."""
+        """Whether there are rows to read, now or when others are finished."""
         while self._next is None:
-            self._next = next(self._rows, None)
+            self._next = next(self._unread, None)
             if self._next is None:
                 if not self._shards:
                     return False
-                self._rows = self._read(self._shards.popleft())
+                self._unread = self._read(self._shards.popleft())
         return True
+
+    def wants_row(self, num_wanted: int) -> bool:
+        """Whether to read on now.
+
+        num_wanted: ready outputs without which the engine may soon lack work. Where rows are large
+            they are read past the window's bytes, unless what fills it are copies.
+        """
+        if self._num_held >= WINDOW_OUTPUTS or not self.has_unread:
+            return False
+        if self._held_nbytes < WINDOW_NBYTES:
+            return True
+        copies_wait = self._duplicates is not None and self._duplicates.num_waiting > 0
+        return self.num_ready < num_wanted and not copies_wait
 
     @property
     def next_row(self) -> int:
-        """Index of the row that `next_request` prepares."""
+        """Index of the row that `prepare_row` prepares."""
         assert self.has_unread and self._next is not None
-        return self._next.index
+        return self._next[0].index
 
-    def next_request(self) -> Request | None:
-        """The next row to run; None where it turned out to be an error row, which is kept."""
+    def prepare_row(self) -> None:
+        """Read the next row; its outputs become ready, wait for equal ones, or are error rows."""
         assert self.has_unread and self._next is not None
-        row, self._next = self._next, None
+        (row, values), self._next = self._next, None
         loss = self._failed.pop(row.index, None)
-        values = RowError(loss.code, loss.reason) if loss else row.values
+        if loss is not None:
+            values = RowError(loss.code, loss.reason)
         if isinstance(values, RowError):
             prepared: Request | FinishedRow = error_row(row.index, values)
-            facts = RowFacts()
         else:
-            prepared, facts = self._preparer.prepare(row.index, values)
-        self._pending[row.index] = _Pending(row.shard, facts, row.carried, row.replaced)
-        if isinstance(prepared, Request):
-            return prepared
-        self.finish(prepared)
-        return None
+            prepared, row.facts = self._preparer.prepare(row.index, values)
+        self._hold(row, prepared)
+        if isinstance(prepared, FinishedRow):
+            for sample in tuple(row.samples):
+                self._end(replace(prepared, sample_index=sample))
+            return
+        requests = [replace(prepared, sample_index=sample) for sample in row.samples]
+        if self._duplicates is not None and row.facts.sampling_params is not None:
+            requests = self._without_copies(self._duplicates, requests, row.facts.sampling_params)
+        if requests:
+            room = self._context_length - len(prepared.token_ids)
+            expected = self._expected.of(min(prepared.params.max_tokens, room))
+            self._queue.push(requests, prepared.token_ids, expected)
+            self._num_queued += len(requests)
 
-    def _read(self, shard: Shard) -> Iterator[_InputRow]:
-        done = frozenset(shard.done)
+    def _without_copies(
+        self, duplicates: Duplicates, requests: list[Request], sampling_params: str
+    ) -> list[Request]:
+        """Those of a row's outputs that must be computed; the others are, or will be, copies."""
+        first = []
+        for request in requests:
+            identity = identity_of(request, sampling_params)
+            key = (request.row_index, request.sample_index)
+            if identity is None:
+                first.append(request)
+            elif (computed := duplicates.finished(identity)) is not None:
+                self._end(copy_of(computed, key), computed.row_index)
+            elif duplicates.is_first(identity, key):
+                first.append(request)
+        return first
+
+    @property
+    def num_ready(self) -> int:
+        """Outputs that `next_request` can hand out."""
+        return self._num_queued + len(self._ready)
+
+    def next_request(self) -> Request | None:
+        """The output to compute next; None: there is none ready. Samples of a row come together."""
+        if not self._ready:
+            if not self._num_queued:
+                return None
+            self._ready.extend(self._queue.pop())
+            self._num_queued -= len(self._ready)
+        return self._ready.popleft()
+
+    def _hold(self, row: _Row, prepared: Request | FinishedRow) -> None:
+        carried_nbytes = row.table.nbytes // row.table.num_rows
+        tokens_nbytes = prepared.token_ids.nbytes if isinstance(prepared, Request) else 0
+        row.nbytes = ROW_NBYTES * len(row.samples) + carried_nbytes + tokens_nbytes
+        self._rows[row.index] = row
+        self._held_nbytes += row.nbytes
+        self._num_held += len(row.samples)
+
+    def _read(self, shard: Shard) -> Iterator[tuple[_Row, RowValues]]:
+        num_samples, done = self._num_samples, frozenset(shard.done)
         for first, batch in self._reader.read(shard.begin, shard.end):
             for offset in range(batch.num_rows):
-                if first + offset not in done:
-                    yield _input_row(first, batch, offset, shard)
+                output = (first + offset) * num_samples
+                samples = [s for s in range(num_samples) if output + s not in done]
+                if samples:
+                    row = _Row(
+                        first + offset,
+                        shard.number,
+                        batch.table,
+                        offset,
+                        batch.replaced[offset],
+                        samples,
+                    )
+                    yield row, batch.values[offset]
 
     # ---- rows out ------------------------------------------------------------------------
 
     def finish(self, row: FinishedRow) -> None:
-        """Take a row's outcome, for the next batch."""
-        pending = self._pending.pop(row.row_index)
-        self._unfinished[pending.shard] -= 1
-        self._finished.append(ResultRow(row, pending.facts, pending.carried, pending.replaced))
+        """Take an output's outcome, for the next batch, and with it the copies of it."""
+        if row.status == "ok":
+            self._expected.add(row.completion_tokens)
+        self._end(row)
+        if self._duplicates is not None:
+            for key in self._duplicates.settle(row):
+                self._end(copy_of(row, key), row.row_index)
+
+    def _end(self, finished: FinishedRow, duplicate_of: int | None = None) -> None:
+        row = self._rows[finished.row_index]
+        row.samples.remove(finished.sample_index)
+        self._num_held -= 1
+        if not row.samples:
+            del self._rows[row.index]
+            self._held_nbytes -= row.nbytes
+        self._finished.append((row.shard, row.result(finished, duplicate_of)))
 
     @property
     def has_news(self) -> bool:
@@ -145,26 +254,20 @@ class RowSource:
 
     @property
     def num_finished(self) -> int:
-        """Rows for the next batch."""
+        """Outputs for the next batches."""
         return len(self._finished)
 
-    def take_finished(self) -> tuple[RowBatch | None, tuple[int, ...]]:
-        """Finished rows since the last call, and the shards that are complete with them."""
-        rows, self._finished = self._finished, []
+    def take_finished(self, max_rows: int) -> tuple[RowBatch | None, tuple[int, ...]]:
+        """Outputs finished since the last call, not too many, and shards complete with them."""
+        rows: list[ResultRow] = []
+        while self._finished and len(rows) < max_rows:
+            shard, row = self._finished.popleft()
+            self._unfinished[shard] -= 1
+            rows.append(row)
         shards = tuple(number for number, left in self._unfinished.items() if left == 0)
         for number in shards:
             del self._unfinished[number]
         return (build_row_batch(self._schema, rows) if rows else None), shards
-
-
-def _input_row(first: int, batch: InputBatch, offset: int, shard: Shard) -> _InputRow:
-    return _InputRow(
-        index=first + offset,
-        values=batch.values[offset],
-        carried=batch.table.slice(offset, 1),
-        replaced=batch.replaced[offset],
-        shard=shard.number,
-    )
 
 
 class TextModel(Protocol):

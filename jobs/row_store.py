@@ -42,16 +42,17 @@ class RowStore:
                 self._insert_spool_row(job_id, row, sample, batch_id)
             return self._count(job_id, batch)
 
-    def done_rows(
+    def done_keys(
         self, job_id: str, begin: int = 0, end: int = MAX_ROW_INDEX
     ) -> npt.NDArray[np.int64]:
-        """Indices of the finished rows in [begin, end), ascending, one for each sample.
+        """(n, 2) row and sample indices of what is finished of the rows [begin, end), ascending.
 
         Memory is bounded by the range and by the parts that reach into it.
         """
         with self._db.snapshot():
-            rows = self._done_keys(job_id, begin, end)[:, 0]
-        return np.sort(rows[(rows >= begin) & (rows < end)])
+            keys = self._done_keys(job_id, begin, end)
+        keys = keys[(keys[:, 0] >= begin) & (keys[:, 0] < end)]
+        return keys[np.lexsort((keys[:, 1], keys[:, 0]))]
 
     def spool_size(self, job_id: str) -> SpoolSize:
         """What is finished and in no part, not even a publishing one."""
@@ -149,6 +150,8 @@ class RowStore:
                 num_error=batch.num_error,
                 prompt_tokens=batch.prompt_tokens,
                 completion_tokens=batch.completion_tokens,
+                reused_tokens=batch.reused_tokens,
+                num_copied=batch.num_copied,
             )
         )
 

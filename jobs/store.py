@@ -114,7 +114,8 @@ class JobStore(RowStore):
         results_dir: None takes the spec's output, else jobs/<id>/results beside the database
         key: no other job may have it
         retry_of: the job whose failed rows this one runs again
-        selection: indices of the rows to run, ascending; None is all that the spec says
+        selection: (n, 2) row and sample indices of what to run, ascending; None is all that the
+            spec says
         overwrite: take the folder from a job that is over
 
         Raises KeyTakenError: a job has the key.
@@ -184,9 +185,9 @@ class JobStore(RowStore):
         return [_job(row) for row in self._db.rows("select_retries", job_id=job_id)]
 
     def selection(self, job_id: str) -> npt.NDArray[np.int64] | None:
-        """Indices of a job's rows, ascending; None where it runs its whole input."""
+        """(n, 2) row and sample indices of a job's output rows; None: those of all its input."""
         row = self._db.row("select_selection", job_id=job_id)
-        return None if row is None else unpack_keys(row["row_keys"])[:, 0]
+        return None if row is None else unpack_keys(row["row_keys"])
 
     def remove_job(self, job_id: str) -> None:
         """Forget a job and its rows; files stay. Raises StoreError: a runner works on it."""
@@ -353,10 +354,9 @@ class JobStore(RowStore):
                 "it first, or name another with -o"
             )
 
-    def _insert_selection(self, job_id: str, rows: npt.NDArray[np.int64]) -> None:
-        keys = np.stack([rows, np.zeros(len(rows), np.int64)], axis=1)
+    def _insert_selection(self, job_id: str, keys: npt.NDArray[np.int64]) -> None:
         self._db.insert(
-            "insert_selection", job_id=job_id, num_rows=len(rows), row_keys=pack_keys(keys)
+            "insert_selection", job_id=job_id, num_rows=len(keys), row_keys=pack_keys(keys)
         )
 
     def _finished(self, job: Job) -> FinishedRows:
@@ -379,9 +379,10 @@ def new_job_id(now: float) -> str:
 
 
 def _planned_rows(spec: JobSpec, manifest: Manifest) -> int | None:
-    if spec.limit is None or manifest.num_rows is None:
-        return manifest.num_rows
-    return min(spec.limit, manifest.num_rows)
+    if manifest.num_rows is None:
+        return None
+    num_rows = manifest.num_rows if spec.limit is None else min(spec.limit, manifest.num_rows)
+    return num_rows * spec.samples
 
 
 def _job(row: Row) -> Job:

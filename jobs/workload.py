@@ -59,12 +59,14 @@ class RowSample:
     """Some rows of a job.
 
     num_rows: of the job; about so many where is_estimate
+    num_samples: outputs of each
     num_sampled: that were read; num_bad of them cannot run
     prompt_tokens: mean of those that can run
     output_tokens: mean of what each may generate: its max_tokens, as far as the context goes
     """
 
     num_rows: int
+    num_samples: int
     is_estimate: bool
     num_sampled: int
     num_bad: int
@@ -74,7 +76,7 @@ class RowSample:
     @property
     def workload(self) -> Workload:
         return Workload(
-            num_rows=max(1, self.num_rows),
+            num_rows=max(1, self.num_rows * self.num_samples),
             prompt_tokens=self.prompt_tokens,
             output_tokens=max(1.0, self.output_tokens),
         )
@@ -118,6 +120,7 @@ def _sample(
     outputs = [_most_new(request, model.context_length) for request in good]
     return RowSample(
         num_rows=total,
+        num_samples=spec.samples,
         is_estimate=(nbytes_per_excerpt or 1.0) > 1.0 and total != spec.limit,
         num_sampled=len(requests),
         num_bad=len(requests) - len(good),

@@ -57,6 +57,22 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
     "Rows": (
         Option("limit", int, "N", "Run the first N rows only."),
+        Option(
+            "samples",
+            int,
+            "N",
+            "Answers to draw for each row, each a result row with a sample_index; the prompt is "
+            "computed once. Needs a --temperature above 0.",
+            "1",
+        ),
+        Option(
+            "dedupe",
+            bool,
+            None,
+            "Compute equal rows once, greedy ones or of one seed, and copy the answer; "
+            "duplicate_of names the row that was computed.",
+            "on",
+        ),
         Option("max_errors", str, "N|P%", "Pause when more rows than this have failed."),
         Option("row_timeout", float, "S", "A row longer on board than S seconds is an error row."),
         Option("encoding", str, "NAME", "Encoding of CSV files, such as cp1252.", "utf-8"),
@@ -139,6 +155,13 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
         Option("expand", str, "auto|never|always", "Keep weights as float32 if they fit.", "auto"),
         Option("threads", int, "N", "Worker threads.", "all cores"),
+        Option(
+            "reuse",
+            bool,
+            None,
+            "Compute once what prompts begin with in common; answers are the same either way.",
+            "on",
+        ),
         Option("pre_tokenizer", str, "NAME", "Use this pre-tokenizer whatever the model names."),
     ),
 }

@@ -108,6 +108,7 @@ def _placement(spec: JobSpec, planned: JobPlan) -> dict[str, Any]:
 def _rows(sample: RowSample) -> dict[str, Any]:
     return {
         "num_rows": sample.num_rows,
+        "num_samples": sample.num_samples,
         "is_estimate": sample.is_estimate,
         "num_sampled": sample.num_sampled,
         "num_bad": sample.num_bad,

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jobs.records import Job
-from ntx_batch.status import Rates, rates_of, took_s
+from ntx_batch.status import Rates, rates_of, reused_share, took_s
 
 STATE_STYLES = {
     "running": "cyan",
@@ -127,6 +127,7 @@ def print_status(job: Job, now: float) -> None:
             **({"retries": job.retry_of} if job.retry_of else {}),
             **({"key": job.key} if job.key else {}),
             "rows": _counts(job),
+            **_saved_facts(job),
             "speed": _speed(job, now),
             "time left": duration(rates.eta_s),
             "took": duration(took_s(job, now)),
@@ -137,6 +138,17 @@ def print_status(job: Job, now: float) -> None:
             **achieved_facts(job),
         }
     )
+
+
+def _saved_facts(job: Job) -> dict[str, str]:
+    """What did not have to be computed, where there is any."""
+    facts = {}
+    if job.num_copied:
+        facts["copied"] = f"{job.num_copied} rows, equal to others"
+    if job.reused_tokens:
+        share = reused_share(job)
+        facts["reused"] = f"{job.reused_tokens:,} prompt tokens, {share:.0%} of those read"
+    return facts
 
 
 def device_facts(job: Job) -> dict[str, str]:
@@ -291,6 +303,8 @@ def print_results(
 ) -> None:
     """Result rows as a table: their index, the first carried columns, and what came of them.
 
+    Of a row's samples the second is 7.1, after 7.
+
     names: columns of `rows`, carried ones first
     prefix: what the job puts before the names of our columns
     """
@@ -302,7 +316,8 @@ def print_results(
     for row in rows:
         values = dict(zip(names, row, strict=True))
         own = {name.removeprefix(prefix): value for name, value in values.items()}
-        shown = [own["row_index"], *(values[name] for name in carried)]
+        sample = f".{own['sample_index']}" if own["sample_index"] else ""
+        shown = [f"{own['row_index']}{sample}", *(values[name] for name in carried)]
         shown += [own[name] for name in ours] if errors else _outcome(own)
         table.add_row(*map(_cell, shown))
     if table.row_count:

@@ -41,9 +41,10 @@ def _plan_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _rows_text(rows: Mapping[str, Any]) -> str:
     about = "about " if rows["is_estimate"] else ""
+    each = f" of {rows['num_samples']} samples each" if rows["num_samples"] > 1 else ""
     bad = f", {rows['num_bad']} of them cannot run" if rows["num_bad"] else ""
     return (
-        f"{about}{rows['num_rows']:,}; prompts of {rows['prompt_tokens']:.0f} tokens "
+        f"{about}{rows['num_rows']:,}{each}; prompts of {rows['prompt_tokens']:.0f} tokens "
         f"({rows['num_sampled']} rows read{bad}), answers of {rows['max_output_tokens']:.0f}, the "
         "most that they may have"
     )

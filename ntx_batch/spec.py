@@ -30,6 +30,7 @@ ENGINE_OPTIONS = {
     "expand": "expand",
     "threads": "num_threads",
     "pre_tokenizer": "pre_tokenizer",
+    "reuse": "reuse_prefixes",
 }
 JOB_OPTIONS = (
     "output",
@@ -47,6 +48,8 @@ JOB_OPTIONS = (
     "keep",
     "output_prefix",
     "limit",
+    "samples",
+    "dedupe",
     "truncate",
     "seed",
     "max_errors",
@@ -63,6 +66,7 @@ CHOICES = {
     "expand": ("auto", "never", "always"),
     "reader": ("auto", "direct", "mmap"),
 }
+MAX_SAMPLES = 10_000
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b|)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base ** (power + 1)
@@ -156,6 +160,13 @@ def _count(name: str, value: Any) -> int:
     number = _integer(name, value)
     if number < 1:
         raise SpecError(f"{name} is at least 1, not {number}")
+    return number
+
+
+def _samples(name: str, value: Any) -> int:
+    number = _count(name, value)
+    if number > MAX_SAMPLES:
+        raise SpecError(f"{name} is at most {MAX_SAMPLES}, not {number}")
     return number
 
 
@@ -266,6 +277,8 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "keep": _names,
     "output_prefix": _text,
     "limit": _count,
+    "samples": _samples,
+    "dedupe": _flag,
     "seed": _seed,
     "max_errors": _max_errors,
     "row_timeout": _seconds,
@@ -277,6 +290,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "sweep_tokens": _count,
     "threads": _count,
     "pre_tokenizer": _text,
+    "reuse": _flag,
     "stop_token_ids": _token_ids,
     "logit_bias": _logit_bias,
 }
@@ -293,6 +307,12 @@ def _refuse_contradictions(spec: JobSpec) -> None:
         )
     if spec.system is not None and not spec.chat:
         raise SpecError("system is the system message that chat puts before a prompt: add chat")
+    rows_differ = {"temperature", "sampling_params"} & set(spec.param_columns)
+    if spec.samples > 1 and spec.params.temperature == 0 and not rows_differ:
+        raise SpecError(
+            f"{spec.samples} samples of a row would all be the same, since temperature 0 takes the "
+            "most likely token each time: give a temperature, such as 0.8, or drop samples"
+        )
     if spec.engine.device == "cpu" and spec.engine.host_memory_nbytes is not None:
         raise SpecError(
             "host_memory is for weights beside a GPU; on a CPU, memory bounds all: drop host_memory"

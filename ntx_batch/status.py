@@ -14,6 +14,8 @@ from jobs.records import Job
 class Rates:
     """Averages since the job's first row was admitted; None before there is anything to measure.
 
+    Copies and failed rows count for nothing.
+
     tokens_per_s: generated tokens, those of rows on board among them while the job runs
     prompt_tokens_per_s: prompt tokens, likewise
     eta_s: seconds until the last row, at the rate of the rows so far
@@ -39,6 +41,11 @@ def rates_of(job: Job, now: float) -> Rates:
         prompt_tokens_per_s=prompt_tokens / elapsed_s,
         eta_s=elapsed_s / done * (left or 0) if counts_down else None,
     )
+
+
+def reused_share(job: Job) -> float:
+    """The share of the prompt tokens of finished rows that were not computed again."""
+    return job.reused_tokens / job.prompt_tokens if job.prompt_tokens else 0.0
 
 
 def took_s(job: Job, now: float) -> float | None:
@@ -76,7 +83,9 @@ def status_record(job: Job, now: float) -> dict[str, Any]:
         "finished_at": iso_time(job.finished_at),
         "reason": job.reason,
         "prompt_tokens": job.prompt_tokens,
+        "reused_tokens": job.reused_tokens,
         "completion_tokens": job.completion_tokens,
+        "copied": job.num_copied,
         "attempt": job.attempt,
         "key": job.key,
         "retry_of": job.retry_of,

@@ -79,5 +79,8 @@ def ok_row(row_index: int, text: str = "answer", **changes: Any) -> FinishedRow:
     return FinishedRow(row_index=row_index, text=text, **values | changes)
 
 
-def bad_row(row_index: int, code: str = "empty_prompt", message: str = "no text") -> FinishedRow:
-    return FinishedRow(row_index=row_index, status="error", error_code=code, error_message=message)
+def bad_row(
+    row_index: int, code: str = "empty_prompt", message: str = "no text", **changes: Any
+) -> FinishedRow:
+    values = {"status": "error", "error_code": code, "error_message": message}
+    return FinishedRow(row_index=row_index, **values | changes)

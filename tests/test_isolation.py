@@ -78,11 +78,22 @@ def test_rows_given_up_in_series_are_counted_until_one_succeeds() -> None:
     assert isolation.num_failed_in_series == 0
 
 
-@given(rows=st.sets(st.integers(0, 60)), shard_rows=st.integers(1, 20))
-def test_shards_of_rows_hold_these_rows_alone(rows: set[int], shard_rows: int) -> None:
-    shards = list(shards_of(sorted(rows), shard_rows))
-    held = [row for s in shards for row in range(s.begin, s.end) if row not in s.done]
-    assert held == sorted(rows)
+@given(
+    rows=st.sets(st.integers(0, 60)),
+    shard_rows=st.integers(1, 20),
+    samples=st.integers(1, 3),
+    done=st.sets(st.integers(0, 182)),
+)
+def test_shards_of_rows_hold_what_is_left_of_these_rows_alone(
+    rows: set[int], shard_rows: int, samples: int, done: set[int]
+) -> None:
+    def settled(begin: int, end: int) -> np.ndarray:
+        return np.array(sorted(n for n in done if begin <= n // samples < end), np.int64)
+
+    shards = list(shards_of(sorted(rows), shard_rows, samples, settled))
+    ranges = [(range(s.begin * samples, s.end * samples), s.done) for s in shards]
+    held = [number for outputs, others in ranges for number in outputs if number not in others]
+    assert held == [n for n in range(61 * samples) if n // samples in rows and n not in done]
     assert len({s.number for s in shards}) == len(shards)
     assert all(s.end - s.begin <= shard_rows for s in shards)
-    assert all(isinstance(row, int) and not isinstance(row, np.integer) for row in held)
+    assert all(isinstance(number, int) for s in shards for number in (s.begin, s.end, *s.done))

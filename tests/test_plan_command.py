@@ -136,6 +136,7 @@ def test_people_see_the_tiers_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> No
         "model": {"file": "m.gguf", "layers": 4, "nbytes": MIB},
         "rows": {
             "num_rows": 5,
+            "num_samples": 1,
             "is_estimate": False,
             "num_sampled": 5,
             "num_bad": 0,

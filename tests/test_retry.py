@@ -14,7 +14,7 @@ from jobs.home import Home
 from jobs.publish import publish_part
 from jobs.records import Job, SpecError
 from jobs.results import Results, read_results
-from jobs.retry import create_retry, failed_rows
+from jobs.retry import create_retry, failed_keys
 from jobs.runner import Runner
 from jobs.stop_signal import StopSignal
 from jobs.store import JobStore
@@ -86,7 +86,7 @@ def test_a_retry_has_the_failed_rows_alone(store: JobStore, job: Job) -> None:
     assert again.spec == job.spec
     assert again.results_dir != job.results_dir
     selection = store.selection(again.id)
-    assert selection is not None and selection.tolist() == [3, 4, 11]
+    assert selection is not None and selection.tolist() == [[3, 0], [4, 0], [11, 0]]
     assert store.selection(job.id) is None
     assert store.retries(job.id) == [again]
 
@@ -101,7 +101,7 @@ def test_results_show_the_rows_that_a_retry_brings(store: JobStore, job: Job) ->
     table = read_results(store.finished(job.id), errors=True)
     assert table["row_index"].to_pylist() == [4]
     assert sorted(shown(store, again)) == [3, 4, 11]
-    assert failed_rows(store.finished(job.id)).tolist() == [4]
+    assert failed_keys(store.finished(job.id)).tolist() == [[4, 0]]
     counts = store.job(job.id)
     assert (counts.num_ok, counts.num_error) == (9, 3), "its own counts are its own"
 
@@ -115,7 +115,7 @@ def test_retries_of_retries_and_second_retries_count(store: JobStore, job: Job) 
     store.set_state(inner.id, "completed")
     second = retry(store, job)
     selection = store.selection(second.id)
-    assert selection is not None and selection.tolist() == [11]
+    assert selection is not None and selection.tolist() == [[11, 0]]
     finish(store, second, [ok_row(11, "c")])
     assert {row: shown(store, job)[row] for row in (3, 4, 11)} == {3: "a", 4: "b", 11: "c"}
     assert [other.id for other in store.retries(job.id)] == [first.id, inner.id, second.id]

@@ -364,18 +364,26 @@ def test_another_environment_than_the_runners_is_refused(home: Home) -> None:
 @given(
     total=st.integers(0, 60),
     shard_rows=st.integers(1, 20),
-    done=st.sets(st.integers(0, 59)),
+    done=st.sets(st.integers(0, 179)),
     window_shards=st.integers(1, 5),
+    samples=st.integers(1, 3),
 )
 def test_shards_cover_what_is_not_done_once(
-    total: int, shard_rows: int, done: set[int], window_shards: int
+    total: int, shard_rows: int, done: set[int], window_shards: int, samples: int
 ) -> None:
-    def done_rows(begin: int, end: int) -> np.ndarray:
-        return np.array(sorted(row for row in done if begin <= row < end), np.int64)
+    done = {output for output in done if output < total * samples}
 
-    shards = list(plan_shards(total, shard_rows, done_rows, window_shards))
+    def settled(begin: int, end: int) -> np.ndarray:
+        return np.array(sorted(n for n in done if begin <= n // samples < end), np.int64)
+
+    shards = list(plan_shards(total, shard_rows, settled, samples, window_shards))
     assert len({s.number for s in shards}) == len(shards)
-    rows = [row for s in shards for row in range(s.begin, s.end) if row not in s.done]
-    assert rows == [row for row in range(total) if row not in done]
+    outputs = [outputs_of(shard, samples) for shard in shards]
+    assert [n for some in outputs for n in some] == sorted(set(range(total * samples)) - done)
     assert all(s.end - s.begin <= shard_rows for s in shards)
-    assert all(len(s.done) < s.end - s.begin for s in shards)
+    assert all(outputs)
+
+
+def outputs_of(shard: Shard, samples: int) -> list[int]:
+    numbers = range(shard.begin * samples, shard.end * samples)
+    return [number for number in numbers if number not in shard.done]

@@ -78,7 +78,7 @@ def test_signals_in_load_prefill_and_decode(home: Home, tmp_path: Path) -> None:
         job = queue_job(
             store,
             tmp_path / "in.parquet",
-            ["long " * 90] * NUM_ROWS,
+            [f"{row} " + "long " * 90 for row in range(NUM_ROWS)],
             engine=config,
             max_tokens=30,
         )

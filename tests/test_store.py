@@ -178,7 +178,7 @@ def test_batch_is_kept_and_counted(store: JobStore) -> None:
     now = store.job(job.id)
     assert (now.num_ok, now.num_error, now.num_remaining) == (3, 1, 6)
     assert (now.prompt_tokens, now.completion_tokens) == (8, 12)
-    assert store.done_rows(job.id).tolist() == [0, 1, 4, 7]
+    assert store.done_keys(job.id)[:, 0].tolist() == [0, 1, 4, 7]
     assert store.spool(job.id) == [b"abc", b"rows"]
     size = store.spool_size(job.id)
     assert (size.nbytes, size.num_rows) == (7, 4)
@@ -208,7 +208,7 @@ def test_row_is_never_kept_twice(store: JobStore, commit: Callable[[JobStore, st
     commit(store, job.id)
     with pytest.raises(StoreError, match=f"job {job.id}: row 5 sample 0 is in .* already"):
         store.commit_batch(job.id, make_batch([2, 5]))
-    assert store.done_rows(job.id).tolist() == [3, 5]
+    assert store.done_keys(job.id)[:, 0].tolist() == [3, 5]
     assert store.job(job.id).num_ok == 2
 
 
@@ -224,7 +224,7 @@ def test_samples_of_one_row_are_kept_apart(store: JobStore) -> None:
         ipc=b"",
     )
     store.commit_batch(job.id, batch)
-    assert store.done_rows(job.id).tolist() == [2, 2]
+    assert store.done_keys(job.id)[:, 0].tolist() == [2, 2]
     with pytest.raises(StoreError, match="row 2 sample 1"):
         store.commit_batch(job.id, batch_of_sample(2, 1))
     store.commit_batch(job.id, batch_of_sample(2, 2))
@@ -241,7 +241,7 @@ def test_more_rows_than_the_total_are_refused(store: JobStore) -> None:
     job = make_job(store, num_rows=2)
     with pytest.raises(StoreError, match="CHECK constraint failed"):
         store.commit_batch(job.id, make_batch([0, 1, 2]))
-    assert store.done_rows(job.id).tolist() == []
+    assert store.done_keys(job.id)[:, 0].tolist() == []
 
 
 def test_first_part_is_empty_and_later_ones_take_the_spool(store: JobStore) -> None:
@@ -261,7 +261,7 @@ def test_first_part_is_empty_and_later_ones_take_the_spool(store: JobStore) -> N
     assert [part.state for part in store.parts(job.id)] == ["committed", "committed"]
     assert store.unfinished_parts(job.id) == []
     assert store.spool(job.id) == [b"second"]
-    assert store.done_rows(job.id).tolist() == [1, 2, 6]
+    assert store.done_keys(job.id)[:, 0].tolist() == [1, 2, 6]
 
 
 def test_part_is_committed_once(store: JobStore) -> None:
@@ -278,7 +278,7 @@ def test_jobs_do_not_see_each_others_rows(store: JobStore) -> None:
     store.commit_batch(two.id, make_batch([2, 3]))
     publish_all(store, one.id)
     assert publish_all(store, one.id) == 2
-    assert store.done_rows(two.id).tolist() == [2, 3]
+    assert store.done_keys(two.id)[:, 0].tolist() == [2, 3]
     assert store.spool_size(two.id).num_rows == 2
 
 
@@ -290,7 +290,7 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=25, deadline=None)
 @given(operations=OPERATIONS, begin=st.integers(0, 60), length=st.integers(0, 60))
-def test_done_rows_are_those_committed(
+def test_done_keys_are_those_committed(
     tmp_path_factory: pytest.TempPathFactory,
     operations: list[list[int] | str],
     begin: int,
@@ -308,9 +308,9 @@ def test_done_rows_are_those_committed(
             else:
                 with pytest.raises(StoreError):
                     store.commit_batch(job.id, make_batch(rows))
-        assert store.done_rows(job.id).tolist() == sorted(done)
+        assert store.done_keys(job.id)[:, 0].tolist() == sorted(done)
         within = [row for row in sorted(done) if begin <= row < begin + length]
-        assert store.done_rows(job.id, begin, begin + length).tolist() == within
+        assert store.done_keys(job.id, begin, begin + length)[:, 0].tolist() == within
         assert store.job(job.id).num_ok == len(done)
 
 
@@ -459,7 +459,7 @@ def test_rows_whose_commit_returned_survive_kill_9(store: JobStore, path: Path) 
     child.wait()
     child.stdout.close()
 
-    done = store.done_rows(job.id).tolist()
+    done = store.done_keys(job.id)[:, 0].tolist()
     assert done == list(range(len(done)))
     # The row whose commit was under way may be there or not.
     assert len(done) - len(reported) in (0, 1)

@@ -9,11 +9,11 @@ INSERT INTO job (
 );
 
 -- insert_selection --
--- A job runs these rows of its input alone.
+-- A job runs these output rows of its input alone.
 INSERT INTO selection (job_id, num_rows, row_keys) VALUES (:job_id, :num_rows, :row_keys);
 
 -- select_selection --
--- The rows of a job that does not run its whole input.
+-- The output rows of a job that does not run its whole input.
 SELECT row_keys FROM selection WHERE job_id = :job_id;
 
 -- select_job_by_key --
@@ -126,7 +126,8 @@ UPDATE job SET record = :record WHERE id = :id RETURNING id;
 UPDATE job
 SET num_ok = num_ok + :num_ok, num_error = num_error + :num_error,
     prompt_tokens = prompt_tokens + :prompt_tokens,
-    completion_tokens = completion_tokens + :completion_tokens
+    completion_tokens = completion_tokens + :completion_tokens,
+    reused_tokens = reused_tokens + :reused_tokens, num_copied = num_copied + :num_copied
 WHERE id = :id
 RETURNING num_ok + num_error AS num_finished;
 

@@ -32,6 +32,8 @@ CREATE TABLE job (
     key TEXT,  -- of `submit --key`: no two jobs have the same
     retry_of TEXT REFERENCES job (id) ON DELETE SET NULL,  -- whose failed rows it runs again
     fingerprint TEXT,  -- of the model, and the numerics revision
+    reused_tokens INTEGER NOT NULL DEFAULT 0,  -- of prompt_tokens, not computed again
+    num_copied INTEGER NOT NULL DEFAULT 0,  -- rows that are copies of others
     CHECK (total IS NULL OR num_ok + num_error <= total)
 ) STRICT;
 
@@ -44,7 +46,7 @@ CREATE UNIQUE INDEX job_key ON job (key);
 -- Serves the search for a job's retries.
 CREATE INDEX job_retry ON job (retry_of) WHERE retry_of IS NOT NULL;
 
--- The rows of a job that does not run its whole input. row_keys: packed (store.pack_keys).
+-- The output rows of a job that does not run its whole input. row_keys: packed (store.pack_keys).
 CREATE TABLE selection (
     job_id TEXT PRIMARY KEY NOT NULL REFERENCES job (id) ON DELETE CASCADE,
     num_rows INTEGER NOT NULL,
