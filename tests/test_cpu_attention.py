@@ -168,3 +168,13 @@ def test_scores_of_any_size_stay_finite(ops: CpuOps) -> None:
     out = case.run(ops, at_once(case))[0]
     assert np.isfinite(out).all()
     np.testing.assert_allclose(out, attention_reference(case, 0), atol=5e-2, rtol=0)
+
+
+def test_a_first_sweep_may_begin_inside_a_page_and_touch_two_more() -> None:
+    case = attention_case(np.random.default_rng(16), [71], num_heads=2, num_kv_heads=1)
+    ops = CpuOps(1)
+    try:
+        out = case.run(ops, [[(0, 0, 31)], [(0, 31, 71)]])[0]
+        np.testing.assert_allclose(out, attention_reference(case, 0), atol=5e-6, rtol=0)
+    finally:
+        ops.close()

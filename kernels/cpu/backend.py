@@ -26,7 +26,7 @@ from kernels.cpu.pages import (
     scales_len,
     value_stride,
 )
-from kernels.cpu.plan import Scratch, SweepPlan, plan_sweep, token_range
+from kernels.cpu.plan import Scratch, SweepPlan, num_new_pages, plan_sweep, token_range
 from kernels.cpu.vector import PANEL
 from kernels.cpu.workers import Team, TeamBroken, default_num_threads
 from kernels.ops import (
@@ -192,10 +192,10 @@ class CpuOps:
         )
         if len(self._attention_scratch[0]) < length:
             self._attention_scratch = self._scratch(length)
-        most_new = -(-batch.num_tokens // PAGE_TOKENS) * shape.num_kv_heads * page_len(shape)
-        if len(self._new_pages) < most_new:
-            self._new_pages = zeros((most_new,), np.uint16)  # taken when written, by int8 alone
-        scratch = Scratch(self._attention_scratch, self._visits, self._new_pages)
+        new_len = int(num_new_pages(batch).sum()) * shape.num_kv_heads * page_len(shape)
+        if len(self._new_pages) < new_len:
+            self._new_pages = zeros((new_len,), np.uint16)  # memory is taken by int8 alone
+        scratch = Scratch(self._attention_scratch, self._visits, self._new_pages[:new_len])
         return plan_sweep(batch, shape, num_heads, scratch)
 
     # ---- inside run(body), by every worker -------------------------------------------------

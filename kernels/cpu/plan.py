@@ -50,7 +50,7 @@ class SweepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What sweeps share, as in `SweepPlan`; new_pages: flat."""
+    """What sweeps share, as in `SweepPlan`; new_pages: flat, as many as the sweep has."""
 
     floats: tuple[Float32, ...]
     visits: tuple[Int64, ...]
@@ -132,20 +132,25 @@ def task_bounds(pieces: Int32, group: int) -> Int64:
     return np.array([*bounds, len(pieces)], np.int64)
 
 
-def number_pages(batch: Batch) -> tuple[Int32, int]:
-    """Where the page of each token is kept in float16 while the sweep runs.
+def num_new_pages(batch: Batch) -> Int64:
+    """Of each segment: pages that end before its last one."""
+    last = batch.positions[batch.segments[:, 1] - 1].astype(np.int64)
+    return last // PAGE_TOKENS - first_positions(batch) // PAGE_TOKENS
 
-    The last page of a segment is kept where its row's open page is, marked -1; others, which this
-    sweep opens and closes, are numbered. Returns (num_tokens,) and how many there are.
+
+def number_pages(batch: Batch) -> Int32:
+    """Where the page of each token is kept in float16 while the sweep runs, (num_tokens,).
+
+    The last page of a segment is kept where its row's open page is, marked -1; the others, which
+    the sweep closes, are numbered.
     """
-    pages = batch.positions // PAGE_TOKENS
+    counts = num_new_pages(batch)
     sizes = batch.segments[:, 1] - batch.segments[:, 0]
-    first, last = pages[batch.segments[:, 0]], pages[batch.segments[:, 1] - 1]
-    counts = last - first
-    starts = np.cumsum(counts) - counts
-    number = np.repeat(starts - first, sizes) + pages
-    number[pages == np.repeat(last, sizes)] = -1
-    return number.astype(np.int32), int(counts.sum())
+    pages = batch.positions // PAGE_TOKENS
+    inside = pages - np.repeat(first_positions(batch) // PAGE_TOKENS, sizes)
+    number = np.repeat(np.cumsum(counts) - counts, sizes) + inside
+    number[inside == np.repeat(counts, sizes)] = -1
+    return number.astype(np.int32)
 
 
 def leaves_an_open_page(batch: Batch) -> bool:
@@ -192,8 +197,6 @@ def plan_sweep(batch: Batch, shape: KvShape, num_heads: int, scratch: Scratch) -
     pieces = attention_pieces(batch, group)
     tasks, costs = attention_tasks(batch, pieces, shape.num_kv_heads, group)
     bounds = split_by_cost(costs, num_workers)
-    page_of, num_new = number_pages(batch)
-    page = (shape.num_kv_heads, page_len(shape))
     return SweepPlan(
         num_tokens=batch.num_tokens,
         ranges=tuple(token_range(batch.num_tokens, w, num_workers) for w in range(num_workers)),
@@ -203,7 +206,7 @@ def plan_sweep(batch: Batch, shape: KvShape, num_heads: int, scratch: Scratch) -
         visits=scratch.visits,
         pages_read=np.zeros(num_workers, np.int64),
         closing=np.flatnonzero(batch.positions % PAGE_TOKENS == PAGE_TOKENS - 1).astype(np.int32),
-        page_of=page_of,
-        new_pages=scratch.new_pages[: num_new * page[0] * page[1]].reshape(num_new, *page),
+        page_of=number_pages(batch),
+        new_pages=scratch.new_pages.reshape(-1, shape.num_kv_heads, page_len(shape)),
         leaves_an_open_page=leaves_an_open_page(batch),
     )
