@@ -170,11 +170,14 @@ def test_scores_of_any_size_stay_finite(ops: CpuOps) -> None:
     np.testing.assert_allclose(out, attention_reference(case, 0), atol=5e-2, rtol=0)
 
 
-def test_a_first_sweep_may_begin_inside_a_page_and_touch_two_more() -> None:
-    case = attention_case(np.random.default_rng(16), [71], num_heads=2, num_kv_heads=1)
+def test_a_sweep_of_few_tokens_may_touch_many_pages() -> None:
+    """Two tokens of each row, on both sides of a page's end."""
+    case = attention_case(np.random.default_rng(16), [33] * 4, num_heads=2, num_kv_heads=1)
     ops = CpuOps(1)
     try:
-        out = case.run(ops, [[(0, 0, 31)], [(0, 31, 71)]])[0]
-        np.testing.assert_allclose(out, attention_reference(case, 0), atol=5e-6, rtol=0)
+        first, last = ([(row, *span) for row in range(4)] for span in ((0, 31), (31, 33)))
+        outs = case.run(ops, [first, last])
     finally:
         ops.close()
+    for row, out in enumerate(outs):
+        np.testing.assert_allclose(out, attention_reference(case, row), atol=5e-6, rtol=0)
