@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from jobs.records import Job, OutputError, Part, ResultsError
+from jobs.records import RESULT_COLUMNS, Job, OutputError, Part, ResultsError
 from jobs.results import Schema, Table, blob_table, job_schema
 from jobs.specs import spec_to_json
 from kernels import __version__
 
-ROW_GROUP_NBYTES = 32 << 20
+# Rows come from all over the job's window. Sorted in long runs and written in short groups, few
+# groups are needed for a stretch of the input.
+RUN_NBYTES, ROW_GROUP_NBYTES = 32 << 20, 4 << 20
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 
 Write = Callable[[BinaryIO], None]
@@ -110,7 +113,7 @@ def claim_folder(folder: str | Path, job_id: str | None = None) -> None:
 def write_parquet(
     sink: BinaryIO, blobs: Iterable[bytes], schema: Schema, facts: dict[str, str]
 ) -> None:
-    """Write spooled batches as one Parquet file, one row group in memory at a time.
+    """Write spooled batches as one Parquet file, one run of row groups in memory at a time.
 
     facts: for the footer
 
@@ -126,16 +129,21 @@ def write_parquet(
                     "their types differ"
                 )
             pending.append(table)
-            if sum(table.nbytes for table in pending) >= ROW_GROUP_NBYTES:
-                _write_group(writer, pending)
+            if sum(table.nbytes for table in pending) >= RUN_NBYTES:
+                _write_run(writer, pending)
         if pending:
-            _write_group(writer, pending)
+            _write_run(writer, pending)
 
 
-def _write_group(writer: pq.ParquetWriter, pending: list[Table]) -> None:
-    table = pa.concat_tables(pending).unify_dictionaries()
-    writer.write_table(table.cast(writer.schema), row_group_size=max(table.num_rows, 1))
+def _write_run(writer: pq.ParquetWriter, pending: list[Table]) -> None:
+    """Write these rows, sorted by row and sample, as groups of about the same size."""
+    table = pa.concat_tables(pending).unify_dictionaries().cast(writer.schema)
     pending.clear()
+    keys = table.schema.names[-len(RESULT_COLUMNS) :][:2]
+    order = pc.sort_indices(table.select(keys), sort_keys=[(key, "ascending") for key in keys])
+    num_groups = -(-table.nbytes // ROW_GROUP_NBYTES)
+    table = table.combine_chunks().take(order)
+    writer.write_table(table, row_group_size=max(1, -(-table.num_rows // max(1, num_groups))))
 
 
 # ---- the file's name ---------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Rows out: the schema of results, batches for the spool, and reading what is finished.
 
-A part's rows are in the order in which they finished; everything read here is in input order.
+A part holds rows from all over the input; everything read here is in input order.
 """
 
 from __future__ import annotations

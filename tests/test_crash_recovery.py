@@ -137,6 +137,35 @@ def test_a_runner_killed_at_any_point_loses_and_doubles_no_row(crash: Crash) -> 
     assert crash.left_over() == set()
 
 
+def test_copies_and_samples_survive_a_killed_runner(crash: Crash) -> None:
+    """Each output once, and each copy with the answer of the row that it names."""
+    num_rows, num_prompts = 600, 200
+    job = queue_job(
+        crash.store,
+        crash.home.path.parent / "in.parquet",
+        [f"prompt number {row % num_prompts}" for row in range(num_rows)],
+        max_tokens=MAX_TOKENS,
+        samples=2,  # of a greedy row: the second is a copy of the first
+        part_nbytes=20_000,
+    )
+    for percent in (20, 60):
+        crash.kill_at(job, 2 * num_rows * percent // 100)
+    crash.start_runner()
+    done = wait_over(crash.store, job)
+    assert (done.state, done.num_ok) == ("completed", 2 * num_rows)
+    table = read_results(crash.store.finished(job.id))
+    names = ("row_index", "sample_index", "generated_text", "duplicate_of")
+    rows = list(zip(*(table[name].to_pylist() for name in names), strict=True))
+    assert [row[:2] for row in rows] == [(n // 2, n % 2) for n in range(2 * num_rows)]
+    for row, sample, text, duplicate_of in rows:
+        assert text == rows[2 * (row % num_prompts)][2], (row, sample)
+        if duplicate_of is not None:
+            assert duplicate_of % num_prompts == row % num_prompts
+    computed = sum(duplicate_of is None for *_, duplicate_of in rows)
+    assert (computed, done.num_copied) == (num_prompts, 2 * num_rows - num_prompts)
+    assert done.completion_tokens == num_prompts * MAX_TOKENS
+
+
 def test_what_a_killed_runner_left_is_gone_before_the_next_one_works(crash: Crash) -> None:
     """Its driver takes Ray down when the pipe ends; the next runner ends what still lives."""
     job = queue_job(crash.store, crash.home.path.parent / "in.parquet", ["x"] * 60, max_tokens=200)

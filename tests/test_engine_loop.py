@@ -19,6 +19,7 @@ from jobs.messages import (
     JobEnded,
     JobFailed,
     JobReady,
+    RowsFailed,
     StartJob,
 )
 from jobs.records import Job, Shard
@@ -49,6 +50,8 @@ class Loop:
         while len(found := [event for event in self.events if isinstance(event, kind)]) < count:
             events = self._loop.poll(30.0)
             assert events, f"only {self.events} after 30 s"
+            failed = [event for event in events if isinstance(event, RowsFailed)]
+            assert not failed, failed
             self.events += events
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -78,7 +79,7 @@ def test_part_has_its_rows_and_says_whose_it_is(store: JobStore, job: Job) -> No
     publish_part(job, part, blobs)
     path = Path(job.results_dir) / part.name
     table = pq.read_table(path)
-    assert table.column("row_index").to_pylist() == [7, 2, 5]
+    assert table.column("row_index").to_pylist() == [2, 5, 7]
     assert table.column("id").to_pylist() == [7, 2, 5]
     facts = pq.read_metadata(path).metadata
     assert (facts[b"ntx_batch.job"].decode(), facts[b"ntx_batch.part"]) == (job.id, b"1")
@@ -108,6 +109,28 @@ def test_many_small_batches_become_few_row_groups(store: JobStore, job: Job) -> 
     publish_part(job, part, blobs)
     metadata = pq.read_metadata(Path(job.results_dir) / part.name)
     assert (metadata.num_rows, metadata.num_row_groups) == (23, 1)
+
+
+def test_a_part_is_sorted_runs_of_small_row_groups(
+    store: JobStore, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a stretch of the input needs few groups, whatever order its rows finished in."""
+    rows = list(range(10, 30))
+    random.Random(3).shuffle(rows)
+    for row in rows:
+        store.commit_batch(job.id, finish_rows(job, [ok_row(row, "x" * 1000)]))
+    monkeypatch.setattr("jobs.publish.RUN_NBYTES", 12_000)
+    monkeypatch.setattr("jobs.publish.ROW_GROUP_NBYTES", 4_000)
+    part, blobs = begin(store, job)
+    publish_part(job, part, blobs)
+    groups = []
+    with pq.ParquetFile(Path(job.results_dir) / part.name) as parquet:
+        for idx in range(parquet.num_row_groups):
+            groups.append(parquet.read_row_group(idx)["row_index"].to_pylist())
+    assert sorted(row for group in groups for row in group) == [2, 5, 7, *range(10, 30)]
+    assert all(group == sorted(group) and len(group) <= 6 for group in groups)
+    descents = sum(left[-1] > right[0] for left, right in itertools.pairwise(groups))
+    assert descents <= 2 < len(groups) - 2, "three runs"
 
 
 def foreign_file(path: Path, part: Part, store: JobStore, job: Job) -> None:
