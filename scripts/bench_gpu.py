@@ -27,6 +27,7 @@ from engine.requests import Request, SamplingParams
 from engine.sampler import RowSampler, choose
 from kernels.cuda import matrix
 from kernels.cuda.backend import CudaOps
+from kernels.cuda.recordings import Recordings
 from kernels.ops import PAGE_TOKENS, Batch, HeadParams, KvShape, Rope
 from kernels.quants import BlockTensor
 from scripts.bench_report import Report, machine_facts
@@ -41,7 +42,6 @@ SHAPES = {
 }
 KV = KvShape(num_layers=1, num_kv_heads=8, key_length=128, value_length=128)
 HEAD = HeadParams(num_heads=64, num_kv_heads=8, key_length=128, value_length=128, norm_eps=1e-5)
-FEW_SHAPES = {(8192, 8192): 2, (28672, 8192): 2, (8192, 28672): 1, (1024, 8192): 2}  # a layer's
 VOCABULARY = 128_256
 SAMPLING = {
     "greedy": SamplingParams(),
@@ -92,26 +92,35 @@ def bench(sections: Iterable[str]) -> Report:
     return report
 
 
-def timed(
-    call: Callable[[], object], repeats: int = REPEATS, before: Callable[[], object] | None = None
-) -> list[float]:
-    """Seconds of a call, by events around several, after two to warm up.
-
-    before: work that keeps the GPU busy while the calls are launched
-    """
+def timed(call: Callable[[], object], repeats: int = REPEATS) -> list[float]:
+    """Seconds of a call, by events around several, after two to warm up."""
     call()
     call()
     seconds = []
     for _ in range(repeats):
         begin, end = cp.cuda.Event(), cp.cuda.Event()
-        if before is not None:
-            before()
         begin.record()
         for _ in range(CALLS):
             call()
         end.record()
         end.synchronize()
         seconds.append(cp.cuda.get_elapsed_time(begin, end) / 1e3 / CALLS)
+    return seconds
+
+
+def replayed_s(call: Callable[[], None]) -> float:
+    """Seconds of a call, the median, where several are recorded together as a small sweep is."""
+    recordings = Recordings()
+
+    def calls() -> None:
+        for _ in range(CALLS):
+            call()
+
+    for _ in range(2):
+        recordings.run("calls", calls)
+    seconds = median(timed(lambda: recordings.run("calls", calls))) / CALLS
+    assert recordings.num_replayed > REPEATS, recordings.num_replayed
+    recordings.clear()
     return seconds
 
 
@@ -156,23 +165,20 @@ def num_processors() -> int:
 
 
 def bench_few(report: Report, _: CudaOps) -> None:
-    """Products of few tokens beside the rate at which memory is read; no weight is in a cache."""
+    """Products of few tokens, replayed as in a sweep, beside the rate at which memory is read; no
+    weight is in a cache.
+    """
     ops, rate = CudaOps(products="few"), read_rate()
     report.add("limit: reading device memory, GB/s", rate / 1e9)
-    source, target = cp.ones(1 << 31, cp.uint8), cp.empty(1 << 31, cp.uint8)
     for type_name in ("Q4_K", "Q6_K", "Q8_0"):
-        copies = {shape: few_weights(ops, type_name, *shape) for shape in FEW_SHAPES}
+        copies = {name: few_weights(ops, type_name, *shape) for name, shape in SHAPES.items()}
         for num_tokens in (1, 2, 4, 8):
             nbytes, total = 0, 0.0
-            for shape, times in FEW_SHAPES.items():
-                call = few_call(ops, copies[shape], num_tokens)
-                seconds = median(timed(call, before=lambda: cp.copyto(target, source)))
-                size = copies[shape][0].nbytes
-                label = (
-                    f"few-token product {type_name} {shape[0]} x {shape[1]}, {num_tokens} tokens"
-                )
-                report.add(f"{label}, share of read rate", size / seconds / rate)
-                nbytes, total = nbytes + times * size, total + times * seconds
+            for name, weights in copies.items():
+                seconds = replayed_s(few_call(ops, weights, num_tokens))
+                label = f"few-token product {type_name} {name}, {num_tokens} tokens"
+                report.add(f"{label}, share of read rate", weights[0].nbytes / seconds / rate)
+                nbytes, total = nbytes + weights[0].nbytes, total + seconds
             label = f"few-token products {type_name} of a layer, {num_tokens} tokens"
             report.add(f"{label}, GB/s", nbytes / total / 1e9)
             report.add(f"{label}, share of read rate", nbytes / total / rate)

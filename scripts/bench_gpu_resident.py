@@ -87,6 +87,7 @@ def config_of(options: argparse.Namespace) -> EngineConfig:
         device="gpu",
         memory_nbytes=parse_size(options.memory),
         kv_memory_nbytes=parse_size(options.kv_memory),
+        reuse_prefixes=False,
     )
 
 

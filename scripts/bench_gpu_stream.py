@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--memory", default="24GiB")
     parser.add_argument("--rows", type=int, default=96)
     parser.add_argument("--context", type=int, default=576, help="tokens of a decoding row")
-    parser.add_argument("--sweep-tokens", type=int, default=3072)
+    parser.add_argument("--sweep-tokens", type=int, help="most of a sweep; else the plan's choice")
     parser.add_argument("--disk-layers", type=int, default=0, help="run again with so many on disk")
     parser.add_argument("--skip", nargs="*", default=[], help="parts to leave out")
     parser.add_argument("--kv-memory")
@@ -82,16 +82,17 @@ class Watch:
 
 def bench(report: Report, options: argparse.Namespace) -> None:
     report.facts["gpu"] = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    compute = {} if "compute" in options.skip else time_compute(report, options)
     link = measure_link()
     report.facts["link, GB/s"] = round(link / 1e9, 2)
     config = config_of(options)
     with Watch() as watch:
-        plan = run_streamed(report, options, config, None, link, compute)
+        plan = run_streamed(report, options, config, None, link)
     report.facts["device memory, most in use, GiB"] = round(watch.most_nbytes / 2**30, 2)
     if options.disk_layers:
         spread_plan = with_disk_layers(plan, options.disk_layers)
-        run_streamed(report, options, config, spread_plan, link, compute)
+        run_streamed(report, options, config, spread_plan, link)
+    if "compute" not in options.skip:
+        add_floors(report, time_compute(report, options, plan.sweep_tokens), link)
 
 
 def config_of(options: argparse.Namespace) -> EngineConfig:
@@ -101,6 +102,7 @@ def config_of(options: argparse.Namespace) -> EngineConfig:
         kv_memory_nbytes=parse_size(options.kv_memory) if options.kv_memory else None,
         memory_nbytes=parse_size(options.memory),
         sweep_tokens=options.sweep_tokens,
+        reuse_prefixes=False,  # the same prompts come again
         reader=options.reader,
     )
 
@@ -120,7 +122,6 @@ def run_streamed(
     config: EngineConfig,
     plan: Plan | None,
     link: float,
-    compute: dict[str, float],
 ) -> Plan:
     started = time.perf_counter()
     work = Workload(num_rows=1000, prompt_tokens=PROMPT, output_tokens=options.context - PROMPT)
@@ -131,13 +132,20 @@ def run_streamed(
         print(f"{far}loaded: {report.facts[f'{far}plan']}", flush=True)
         for name, sweeps in kinds(options).items():
             if name not in options.skip:
-                measure(report, engine, f"{far}{name}", sweeps, link, compute.get(name))
+                measure(report, engine, f"{far}{name}", sweeps, link)
         return engine.plan
 
 
-def time_compute(report: Report, options: argparse.Namespace) -> dict[str, float]:
+def time_compute(
+    report: Report, options: argparse.Namespace, sweep_tokens: int
+) -> dict[str, float]:
     """Seconds of each kind of sweep with every weight on the device."""
-    config = replace(config_of(options), memory_nbytes=None, kv_memory_nbytes=24 << 30)
+    config = replace(
+        config_of(options),
+        memory_nbytes=None,
+        kv_memory_nbytes=24 << 30,
+        sweep_tokens=sweep_tokens,
+    )
     found = {}
     with Engine(options.model, config) as engine:
         assert not engine.plan.streams, "the device does not hold the model"
@@ -145,6 +153,16 @@ def time_compute(report: Report, options: argparse.Namespace) -> dict[str, float
             found[name] = float(np.median([sweeps(engine)[0] for _ in range(2)]))
             report.add(f"{name}: s without transfers", found[name])
     return found
+
+
+def add_floors(report: Report, compute: dict[str, float], link: float) -> None:
+    """Each kind of sweep as a ratio to the larger of its transfers and its computing."""
+    for label, streamed in report.facts["bytes streamed by a sweep"].items():
+        compute_s = compute[label.rpartition(": ")[2]]
+        for seconds in report.samples[f"{label}: s"]:
+            report.add(
+                f"{label}: sweep / max(link, computing)", seconds / max(streamed / link, compute_s)
+            )
 
 
 Sweeps = Callable[[Engine], tuple[float, int, int]]
@@ -165,7 +183,6 @@ def measure(
     name: str,
     sweeps: Sweeps,
     link: float,
-    compute_s: float | None,
 ) -> None:
     sweeps(engine)  # what products are made of is checked once for each shape
     engine.sweeps.recent.clear()
@@ -182,9 +199,7 @@ def measure(
         report.add(f"{name}: s copying", float(np.mean([r.copy_busy_s for r in records])))
         report.add(f"{name}: s computing stood still", float(np.mean([r.wait_s for r in records])))
         print(f"{name}: {seconds:.3f} s, {num_tokens / seconds:.0f} tokens/s", flush=True)
-        if compute_s is not None:
-            floor = max(streamed / link, compute_s)
-            report.add(f"{name}: sweep / max(link, computing)", seconds / floor)
+    report.facts.setdefault("bytes streamed by a sweep", {})[name] = streamed
 
 
 def decode(engine: Engine, options: argparse.Namespace) -> tuple[float, int, int]:
@@ -195,9 +210,10 @@ def decode(engine: Engine, options: argparse.Namespace) -> tuple[float, int, int
 
 def prefill(engine: Engine, options: argparse.Namespace) -> tuple[float, int, int]:
     engine.cancel_all()
-    add_prompts(engine, (SWEEPS + 1) * options.sweep_tokens // PROMPT, PROMPT, 1)
+    sweep_tokens = engine.plan.sweep_tokens
+    add_prompts(engine, (SWEEPS + 1) * sweep_tokens // PROMPT, PROMPT, 1)
     engine.sweep()
-    num_tokens = options.sweep_tokens // PROMPT * PROMPT
+    num_tokens = sweep_tokens // PROMPT * PROMPT
     return timed(engine), num_tokens, 0
 
 
@@ -205,7 +221,7 @@ def mixed(engine: Engine, options: argparse.Namespace) -> tuple[float, int, int]
     """Decoding rows, and prompts up to nine tenths of a sweep beside them."""
     board(engine, options)
     rows = engine.num_running
-    count = int(0.9 * options.sweep_tokens - rows) // PROMPT
+    count = int(0.9 * engine.plan.sweep_tokens - rows) // PROMPT
     elapsed, tokens = 0.0, 0
     for turn in range(SWEEPS):
         add_prompts(engine, count, PROMPT, 1, first=10_000 * (turn + 1))
@@ -213,20 +229,25 @@ def mixed(engine: Engine, options: argparse.Namespace) -> tuple[float, int, int]
         engine.sweep()
         elapsed += time.perf_counter() - started
         tokens += engine.sweeps.recent[-1].num_tokens
+        if engine.num_waiting:
+            sys.exit("no room for prompts beside the decoding rows; raise --kv-memory")
     return elapsed / SWEEPS, tokens // SWEEPS, rows
 
 
 def board(engine: Engine, options: argparse.Namespace) -> None:
     """Put decoding rows on board, at the end of their context."""
-    if 0 < engine.num_running <= options.rows and not engine.num_prefilling:
+    if engine.num_running and not engine.num_waiting and not engine.num_prefilling:
         return
-    engine.cancel_all()
-    new = 20 * SWEEPS
+    new = options.context // 4  # enough for all kinds of sweeps
     add_prompts(engine, options.rows, options.context - new, new)
-    while engine.num_waiting or engine.num_prefilling:
+    engine.sweep()
+    while engine.num_prefilling:
         engine.sweep()
     if engine.num_running < options.rows:
-        print(f"{engine.num_running} rows on board: the KV cache holds no more", flush=True)
+        sys.exit(
+            f"{engine.num_running} of {options.rows} rows are on board: the plan's KV cache holds "
+            "no more; ask for it by --kv-memory, or for less by --rows or --context"
+        )
 
 
 def add_prompts(engine: Engine, count: int, num_tokens: int, new: int, first: int = 0) -> None:

@@ -229,6 +229,8 @@ class FailingReader:
 
 def test_small_sweeps_are_replayed_and_give_the_same_bytes(ops: Any) -> None:
     """A row alone, whose sweeps are recorded; the same among others, too many to be recorded."""
+    from kernels.cuda import launch
+
     rng = np.random.default_rng(8)
     params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2)
     requests = [
@@ -237,11 +239,12 @@ def test_small_sweeps_are_replayed_and_give_the_same_bytes(ops: Any) -> None:
     ]
     with open_engine(ops, "llama-q4_k_m") as engine:
         together = run_rows(engine, requests)
-        before = ops.recordings.num_replayed
+        before, early_before = ops.recordings.num_replayed, launch.num_early
         for request in requests[:3]:
             alone = run_rows(engine, [request])
             assert alone[request.row_index] == together[request.row_index]
         assert ops.recordings.num_replayed - before > 90
+        assert (launch.num_early > early_before) == launch.can_overlap(0)
 
 
 def test_short_prompts_in_pools_of_both_types_are_computed_anew(ops: Any) -> None:

@@ -14,6 +14,8 @@ from tests.cuda_helpers import HostOps
 from tests.test_cuda_ops import open_ops
 
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
+from kernels.cuda.few import Variant  # noqa: E402
+
 pytestmark = pytest.mark.gpu
 
 # Of the sum of the terms' magnitudes: float32 sums, and 16 bits of a run's inputs.
@@ -100,13 +102,15 @@ def test_how_many_outputs_a_block_takes_changes_no_byte(type_name: str, num_outp
     x = rng.standard_normal((5, 4096), dtype=np.float32)
     tensor = random_tensor(rng, type_name, num_outputs, 4096)
     made = open_ops(products="few")
-    weight, results = made.pack([tensor], expand=False), set()
-    for variant in ((1, 2, 3), (2, 2, 2), (1, 3, 2), (4, 2, 1)):
-        made.products.variants[type_name] = variant
+    weight, results, alone = made.pack([tensor], expand=False), set(), set()
+    for tiles, stages, blocks in ((1, 2, 3), (2, 2, 2), (1, 3, 2), (2, 2, 1)):
+        variant = Variant(tiles=tiles, stages=stages, blocks=blocks)
+        made.products.one[type_name] = made.products.several[type_name] = variant
         on_host: Any = HostOps(made)
         results.add(matmul(on_host, x, weight).tobytes())
+        alone.add(matmul(on_host, x[:1], weight).tobytes())
     made.close()
-    assert len(results) == 1
+    assert len(results) == len(alone) == 1
 
 
 @pytest.mark.parametrize("type_name", [*BY_RUNS, "F32"])

@@ -250,6 +250,21 @@ def test_what_the_kernels_cannot_take_is_refused_by_name(ops: Any) -> None:
         ops.pack([f32_tensor(np.ones((2, 12)))], expand=False)
 
 
+def test_kernels_that_are_launched_early_wait_for_those_ahead() -> None:
+    """All that touch what others write or read; a kernel launched early without it would race."""
+    from kernels.cuda import modules
+
+    waiting = set()
+    for file in modules.FOLDER.glob("*.cu"):
+        for kernel in file.read_text().split("__global__")[1:]:
+            if "wait_for_others();" in kernel:
+                without_bounds = re.sub(r"__launch_bounds__\(.*\)\n", "", kernel)
+                name = re.search(r"(\w+)\(", without_bounds)
+                assert name is not None, kernel[:80]
+                waiting.add(name[1])
+    assert waiting == modules.WAITING
+
+
 def test_a_kernel_that_does_not_compile_shows_the_log(
     ops: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

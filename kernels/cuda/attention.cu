@@ -129,15 +129,29 @@ template <typename T, int kKey>
 __device__ __forceinline__ void load_queries(const Queries& queries, int key_length,
                                              const float* __restrict__ q,
                                              Matrix<T, kRows, kKey>& halves, float* scales) {
-  const int lane = threadIdx.x % kWarp;
-  for (int row = threadIdx.x / kWarp; row < kRows; row += kWarps) {
+  constexpr int kOwnRows = kRows / kWarps, kEach = kKey / kWarp;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  float values[kOwnRows][kEach];
+#pragma unroll
+  for (int i = 0; i < kOwnRows; ++i) {
+    const int row = warp + i * kWarps;
     const int length = row < queries.task.num_rows ? key_length : 0;
     const float* from = q + queries.head(row) * key_length;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int at = lane + j * kWarp;
+      values[i][j] = at < length ? from[at] : 0.0f;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kOwnRows; ++i) {
     float most = 0.0f;
-    for (int i = lane; i < length; i += kWarp) most = fmaxf(most, fabsf(from[i]));
-    const int exponent = half_exponent(warp_max(most));
-    for (int i = lane; i < kKey; i += kWarp) {
-      halves.store(row, i, i < length ? from[i] * exponent_of_two(-exponent) : 0.0f);
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) most = fmaxf(most, fabsf(values[i][j]));
+    const int row = warp + i * kWarps, exponent = half_exponent(warp_max(most));
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      halves.store(row, lane + j * kWarp, values[i][j] * exponent_of_two(-exponent));
     }
     if (lane == 0) scales[row] = exponent_of_two(exponent);
   }
@@ -299,6 +313,8 @@ __global__ void __launch_bounds__(kWarps* kWarp)
                            queries.kv_head, last / kPage + 1};
   const int limits[2] = {queries.position(place.row(0)), queries.position(place.row(1))};
   scale *= kLog2E;
+  wait_for_others();
+  if (task.num_rows == 0) return;  // it only fills the table
   load_queries<T, kKey>(queries, key_length, q, query_halves, query_scales);
   __syncthreads();
 
@@ -363,6 +379,7 @@ extern "C" __global__ void merge_partials(int num_heads, int num_kv_heads, int v
                                           const float2* __restrict__ partial_stats,
                                           float* __restrict__ out) {
   const int4 row = merges[blockIdx.x];
+  wait_for_others();
   if (row.w == 0) return;  // a row that only fills the table
   const int kv_head = blockIdx.y, group = num_heads / num_kv_heads;
   const i64 first = row.z + i64(kv_head) * row.w;

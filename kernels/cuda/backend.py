@@ -16,7 +16,7 @@ from kernels.cuda.few import FewProducts
 from kernels.cuda.matrix import CudaMatrix, DeviceArray
 from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, floats_together, get_kernel
 from kernels.cuda.pinned import device_view, pinned_bytes
-from kernels.cuda.plan import PARTIALS_NBYTES, SweepPlan, plan_sweep
+from kernels.cuda.plan import PARTIALS_NBYTES, SweepPlan, TaskMemory, plan_sweep
 from kernels.cuda.product import Products
 from kernels.cuda.recordings import Recordings
 from kernels.cuda.scratch import Scratch, free_unused
@@ -37,7 +37,8 @@ from kernels.quants import BlockTensor
 MAX_HEAD = 256
 _KEY_STEP, _VALUE_STEP = 32, 8  # sizes of a head are padded to, or must be, multiples of these
 _KV_TYPES = {"f32": (np.float32, "float"), "f16": (np.float16, "__half")}
-_THREADS = 256
+_THREADS, _MOST_THREADS = 256, 1024
+_FULL_BLOCKS = 256  # blocks of `_THREADS` that fill a device
 _WARPS = 4
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # cudaDeviceAttr
 
@@ -86,6 +87,7 @@ class CudaOps:
         few = products == "few"
         self.products = FewProducts(scratch) if few else Products(scratch, library=library)
         self._plan_uploads, self._choice_uploads = Uploads(), Uploads()
+        self._tasks = TaskMemory()
         self.recordings = Recordings()
 
     @property
@@ -155,12 +157,17 @@ class CudaOps:
     def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
         per_token = _round_up(shape.key_length, _KEY_STEP) + shape.value_length
         values = shape.num_layers * shape.num_kv_heads * PAGE_TOKENS * per_token
-        return values * np.dtype(_KV_TYPES[kv_type][0]).itemsize
+        return values * int(np.dtype(_kv_dtype(kv_type)).itemsize)
 
-    def kv_pool(self, shape: KvShape, *, num_pages: int, kv_type: KvType) -> CudaKvPool:
+    def kv_row_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
+        return 0  # of a row beside its pages
+
+    def kv_pool(
+        self, shape: KvShape, *, num_pages: int, kv_type: KvType, num_rows: int = 0
+    ) -> CudaKvPool:
         _check_heads(shape)
         outer = (shape.num_layers, num_pages, shape.num_kv_heads)
-        stride, dtype = _round_up(shape.key_length, _KEY_STEP), _KV_TYPES[kv_type][0]
+        stride, dtype = _round_up(shape.key_length, _KEY_STEP), _kv_dtype(kv_type)
         return CudaKvPool(
             num_pages=num_pages,
             kv_type=kv_type,
@@ -183,7 +190,7 @@ class CudaOps:
         )
 
     def plan(self, batch: Batch, shape: KvShape, num_heads: int) -> SweepPlan:
-        return plan_sweep(batch, shape, num_heads, self._plan_uploads)
+        return plan_sweep(batch, shape, num_heads, self._plan_uploads, self._tasks)
 
     # ---- inside run(body) ------------------------------------------------------------------
 
@@ -254,8 +261,9 @@ class CudaOps:
         assert len(qkv) == len(q) == plan.num_tokens, (qkv.shape, q.shape, plan.num_tokens)
         plan = self._current(plan)
         kernel = get_kernel("pointwise.cu", f"rope_store<{_KV_TYPES[pool.kv_type][1]}>")
+        parts = blocks_for(head.num_heads + head.num_kv_heads, _THREADS // 32)
         kernel(
-            (plan.num_tokens,),
+            (plan.num_tokens, min(parts, blocks_for(_FULL_BLOCKS, plan.num_tokens))),
             (_THREADS,),
             (
                 np.int32(head.num_heads),
@@ -391,9 +399,18 @@ def _check_heads(shape: KvShape) -> None:
             )
 
 
+def _kv_dtype(kv_type: KvType) -> Any:
+    if kv_type not in _KV_TYPES:
+        known = " and ".join(_KV_TYPES)
+        raise KernelError(f"the GPU has no KV cache of type {kv_type}; it has {known}")
+    return _KV_TYPES[kv_type][0]
+
+
 def _rms_norm(x: Any, rows: Any, weight: Any, eps: float, out: Any) -> None:
-    get_kernel("pointwise.cu", f"rms_norm<{floats_together(x.shape[1])}>")(
-        (len(out),), (_THREADS,), (np.int32(x.shape[1]), x, rows, weight, np.float32(eps), out)
+    count = floats_together(x.shape[1])
+    threads = min(_MOST_THREADS, blocks_for(x.shape[1] // count, 32) * 32)
+    get_kernel("pointwise.cu", f"rms_norm<{count}>")(
+        (len(out),), (threads,), (np.int32(x.shape[1]), x, rows, weight, np.float32(eps), out)
     )
 
 

@@ -12,6 +12,15 @@ constexpr int kPage = 32;        // tokens of a KV page
 constexpr float kMostHalf = 65504.0f;
 #define kInfinity __int_as_float(0x7f800000)
 
+// For kernels launched while those ahead still run (launch.py): lets the next one start, and returns
+// when what those ahead write is there and what they read may be written.
+__device__ __forceinline__ void wait_for_others() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Consecutive floats that travel together.
 template <int kCount>
 struct alignas(4 * kCount) Floats {

@@ -23,6 +23,7 @@ __global__ void gather_rows(int num_inputs, int first_row, int num_rows, i64 row
                             const u8* __restrict__ blocks, const int* __restrict__ token_ids,
                             float* __restrict__ out) {
   const i64 token = blockIdx.x, row = token_ids[token] - first_row;
+  wait_for_others();
   if (row < 0 || row >= num_rows) return;
   constexpr int kGroups = Type::kSize / 8;
   for (int group = threadIdx.x; group < num_inputs / 8; group += blockDim.x) {

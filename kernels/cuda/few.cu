@@ -1,35 +1,18 @@
 // Products of few tokens: each byte of a weight is read once for 8 tokens and goes from there to the
-// tensor cores as integers.
+// tensor cores as an integer.
 //
 // A token's inputs are 16-bit integers times a scale for each run of 256. Their upper and their lower
-// bytes are rows of one operand: tokens 0 to 7 above, tokens 0 to 7 below. Its columns are outputs.
-// Runs go to eight warps in turn, whose sums are added in the order of the warps: the same for any
-// number of tokens, so a token's bytes depend on it alone.
+// bytes are columns of one operand, which holds 4 tokens; its rows are 16 outputs. Runs go to eight
+// warps in turn, whose sums are added in the order of the warps: the same for any number of tokens,
+// so a token's bytes depend on it alone.
 
 constexpr float kMost = 32512.0f;  // 127 * 256: its upper byte, rounded, is still one
 
-__device__ __forceinline__ u32 packed_bytes(const int (&bytes)[4]) {
-  return bytes[0] & 255 | (bytes[1] & 255) << 8 | (bytes[2] & 255) << 16 | bytes[3] << 24;
-}
-
-// Sums of 16 inputs, four of them: the halves of 0 and 2, what they left, of 1 and 3, what they left.
-__device__ __forceinline__ uint4 sum_parts(const int (&sums)[4]) {
-  __half upper[4], lower[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float value = float(sums[i]) / kSumParts;
-    upper[i] = __float2half_rn(value);
-    lower[i] = __float2half_rn(value - __half2float(upper[i]));
-  }
-  return {as_bits(__halves2half2(upper[0], upper[2])), as_bits(__halves2half2(lower[0], lower[2])),
-          as_bits(__halves2half2(upper[1], upper[3])), as_bits(__halves2half2(lower[1], lower[3]))};
-}
-
-// A run of a token as operands, by a warp. parts: (9, 4 quads): of each group of 32 inputs the upper
-// and lower bytes of inputs 4t to 4t + 3, then those of 16 inputs further on; at last the sums.
-__device__ __forceinline__ void split_run(const float* __restrict__ run, uint4* parts,
-                                          float* scale) {
-  const int lane = threadIdx.x % kWarp;
+// A run of a token as operands, by a warp. target: (4 chunks, 2 parts, 4 t) words by four, then
+// (2 parts, 8 groups) sums of the groups as halves
+template <typename Type>
+__device__ __forceinline__ void split_run(const float* __restrict__ run, u8* target, float* scale) {
+  const int lane = threadIdx.x % kWarp, group = lane / 4, j = lane % 4;
   const auto* from = floats<4>(run) + 2 * lane;
   const Floats<4> x[2] = {from[0], from[1]};
   float most = 0.0f;
@@ -42,35 +25,41 @@ __device__ __forceinline__ void split_run(const float* __restrict__ run, uint4* 
   const float factor = most > 1e-33f ? kMost / most : 0.0f;
   int sum = 0;
 #pragma unroll
-  for (int word = 0; word < 2; ++word) {
-    int upper[4], lower[4];
+  for (int w = 0; w < 2; ++w) {
+    u32 upper = 0, lower = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int value = __float2int_rn(__fmul_rn(x[word][i], factor));
-      upper[i] = (value + 128) >> 8;
-      lower[i] = value - upper[i] * 256;
+      const int value = __float2int_rn(__fmul_rn(x[w][i], factor));
+      upper |= (value + 128 >> 8 & 255) << 8 * i;
+      lower |= (value & 255) << 8 * i;
       sum += value;
     }
-    uint2* target = reinterpret_cast<uint2*>(parts + lane / 4 * 4 + lane % 2 * 2 + word);
-    target[lane % 4 / 2] = {packed_bytes(upper), packed_bytes(lower)};
+    const Place place = Runs<Type>::place(group, j, w);
+    u32* words = reinterpret_cast<u32*>(target) + place.chunk * 32 + place.t * 4 + place.word;
+    words[0] = upper;
+    words[16] = lower;
   }
   sum += __shfl_xor_sync(~0u, sum, 1);
-  int sums[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sums[i] = __shfl_sync(~0u, sum, lane % 4 * 8 + 2 * i);
-  if (lane < 4) parts[kGroups * 4 + lane] = sum_parts(sums);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  const int above = sum + kSumUnit / 2 >> 10;
+  if (j < 2) {
+    __half* sums = reinterpret_cast<__half*>(target + 2 * kRun) + j * kGroups + group;
+    *sums = __int2half_rn(j == 0 ? above : sum - above * kSumUnit);
+  }
   if (lane == 0) *scale = most < kInfinity ? most / kMost : kInfinity - kInfinity;
 }
 
-// parts: (groups, runs, 8 tokens, 9, 4 quads); scales: (groups, runs, 8). A block per run and group of
-// 8 tokens, a warp per token.
-extern "C" __global__ void __launch_bounds__(kTokens* kWarp)
+// parts: (groups, runs, 8 tokens, kTokenBytes); scales: (groups, runs, 8). A block per run and group
+// of 8 tokens, a warp per token.
+template <typename Type>
+__global__ void __launch_bounds__(kTokens* kWarp)
     split_tokens(int num_tokens, int num_inputs, const float* __restrict__ x,
-                 uint4* __restrict__ parts, float* __restrict__ scales) {
+                 u8* __restrict__ parts, float* __restrict__ scales) {
   const i64 token = blockIdx.y * kTokens + threadIdx.x / kWarp, run = blockIdx.x;
+  wait_for_others();
   if (token >= num_tokens) return;
   const i64 at = (blockIdx.y * i64(gridDim.x) + run) * kTokens + threadIdx.x / kWarp;
-  split_run(x + token * num_inputs + run * kRun, parts + at * kRunParts * 4, scales + at);
+  split_run<Type>(x + token * num_inputs + run * kRun, parts + at * kTokenBytes, scales + at);
 }
 
 // 16 bytes to shared memory, past the first-level cache
@@ -85,19 +74,19 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// What a block multiplies: `kTiles * 8` outputs, then those gridDim.x times as many further on, and so
+// What a block multiplies: `kTiles * 16` outputs, then those gridDim.x times as many further on, and so
 // on, of each eight runs at a time. Their bytes come to kStages places in turn. A warp copies every
 // eighth row, 512 bytes in a row at a time: whole lines, which is what memory is fast at.
 template <typename Type, int kTiles, int kStages>
 struct Ring {
   using Run = Runs<Type>;
-  static constexpr int kRows = kTiles * 8, kBytes = 8 * Run::kBytes, kPieces = kBytes / 16;
+  static constexpr int kRows = kTiles * 16, kBytes = 8 * Run::kBytes, kPieces = kBytes / 16;
   static constexpr int kStageBytes = kRows * Run::kStride;
   const u8* blocks;
   int num_outputs, row_nbytes;
   u32 target;
   int stage = 0, first_row, left;  // next to be fetched; pieces of a row from the thread's on
-  const u8* sources[kTiles];
+  const u8* sources[kTiles * 2];
 
   __device__ __forceinline__ Ring(const u8* shared, const u8* blocks, int num_outputs,
                                   int row_nbytes)
@@ -112,9 +101,9 @@ struct Ring {
     first_row = first;
     left = row_nbytes / 16 - lane;
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {  // rows past the last repeat it
-      const int row = min(first_row + tile * 8 + warp, num_outputs - 1);
-      sources[tile] = blocks + row * i64(row_nbytes) + lane * 16;
+    for (int i = 0; i < kTiles * 2; ++i) {  // rows past the last repeat it
+      const int row = min(first_row + i * 8 + warp, num_outputs - 1);
+      sources[i] = blocks + row * i64(row_nbytes) + lane * 16;
     }
   }
 
@@ -123,13 +112,13 @@ struct Ring {
     if (first_row < num_outputs) {
       const int lane = threadIdx.x % kWarp, end = min(left, kPieces - lane);
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
+      for (int i = 0; i < kTiles * 2; ++i) {
 #pragma unroll
         for (int piece = 0; piece < kPieces; piece += kWarp) {
-          const u32 to = target + stage * kStageBytes + tile * 8 * Run::kStride + piece * 16;
-          if (piece < end) copy_async(to, sources[tile] + piece * 16);
+          const u32 to = target + stage * kStageBytes + i * 8 * Run::kStride + piece * 16;
+          if (piece < end) copy_async(to, sources[i] + piece * 16);
         }
-        sources[tile] += kBytes;
+        sources[i] += kBytes;
       }
       left -= kPieces;
       if (left + lane <= 0) begin_rows(first_row + gridDim.x * kRows);
@@ -139,18 +128,20 @@ struct Ring {
   }
 };
 
-// Sums of the warps, in their order: (8 warps, 8 tokens, outputs) in shared memory.
-template <int kTiles>
+// Sums of the warps, in their order: (8 warps, 4 kSets tokens, outputs) in shared memory.
+template <int kTiles, int kSets>
 struct Totals {
-  static constexpr int kRows = kTiles * 8;
+  static constexpr int kRows = kTiles * 16, kColumns = kSets * kSetTokens;
   float* values;
-  __device__ __forceinline__ void put(const float (&sums)[kTiles][2]) const {
+  __device__ __forceinline__ void put(const float (&sums)[kTiles][kSets][2]) const {
     const int warp = threadIdx.x / kWarp, quad = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        values[(warp * kTokens + quad) * kRows + tile * 8 + t * 2 + j] = sums[tile][j];
+      for (int set = 0; set < kSets; ++set) {
+        float* at = values + (warp * kColumns + set * kSetTokens + t) * kRows + tile * 16 + quad;
+        at[0] = sums[tile][set][0];
+        at[8] = sums[tile][set][1];
       }
     }
   }
@@ -161,7 +152,7 @@ struct Totals {
     if (token >= num_tokens || output >= num_outputs) return;
     float total = values[token * kRows + row];
     for (int warp = 1; warp < kRunWarps; ++warp) {
-      total += values[(warp * kTokens + token) * kRows + row];
+      total += values[(warp * kColumns + token) * kRows + row];
     }
     float* target = out + i64(token) * stride + output;
     const float start = accumulate ? *target : 0.0f;
@@ -170,63 +161,69 @@ struct Totals {
 };
 
 // out (num_tokens, stride) = or += tokens · weightᵀ (+ bias), columns [0, num_outputs); num_tokens up
-// to 8. Of eight runs each of a block's 8 warps takes one. kBlocks: how many blocks are to be in a
-// processor at once. kOwn: the tokens are split here, from x, rather than found in parts and scales.
-template <typename Type, int kTiles, int kStages, int kBlocks, bool kOwn>
+// to 4 kSets. Of eight runs each of a block's 8 warps takes one. kBlocks: how many blocks are to be
+// in a processor at once. kOwn: there is one token, which is split here, from x, rather than found in
+// parts and scales.
+template <typename Type, int kTiles, int kSets, int kStages, int kBlocks, bool kOwn>
 __global__ void __launch_bounds__(kRunWarps* kWarp, kBlocks)
     few_product(int num_tokens, int num_outputs, int num_runs, int row_nbytes, int stride,
-                const u8* __restrict__ blocks, const float* __restrict__ x, const uint4* parts,
+                const u8* __restrict__ blocks, const float* __restrict__ x, const u8* parts,
                 const float* scales, const float* __restrict__ bias, int accumulate,
                 float* __restrict__ out) {
   using Run = Runs<Type>;
-  constexpr int kRows = kTiles * 8, kStageBytes = kRows * Run::kStride;
+  constexpr int kRows = kTiles * 16, kStageBytes = kRows * Run::kStride;
   extern __shared__ __align__(16) u8 shared[];
   const int warp = threadIdx.x / kWarp, quad = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
-  const Totals<kTiles> totals{reinterpret_cast<float*>(shared + kStages * kStageBytes)};
+  const Totals<kTiles, kSets> totals{reinterpret_cast<float*>(shared + kStages * kStageBytes)};
   Ring<Type, kTiles, kStages> ring(shared, blocks, num_outputs, row_nbytes);
 #pragma unroll
   for (int ahead = 0; ahead < kStages - 1; ++ahead) ring.fetch();
-  const int tokens_apart = kOwn ? num_tokens : kTokens;
-  uint4* own = reinterpret_cast<uint4*>(totals.values + kRunWarps * kTokens * kRows);
-  float* own_scales = reinterpret_cast<float*>(own + num_runs * num_tokens * kRunParts * 4);
+  wait_for_others();  // not for the weights, which nobody writes
+  const int tokens_apart = kOwn ? 1 : kTokens;
+  u8* own = reinterpret_cast<u8*>(totals.values + kRunWarps * totals.kColumns * kRows);
+  float* own_scales = reinterpret_cast<float*>(own + num_runs * kTokenBytes);
   if constexpr (kOwn) {  // a warp needs the runs that it splits, and no others
     for (int run = warp; run < num_runs; run += kRunWarps) {
-      for (int token = 0; token < num_tokens; ++token) {
-        const int at = run * num_tokens + token;
-        split_run(x + (i64(token) * num_runs + run) * kRun, own + at * kRunParts * 4,
-                  own_scales + at);
-      }
+      split_run<Type>(x + run * kRun, own + run * kTokenBytes, own_scales + run);
     }
     __syncwarp();
   }
-  // Rows of tokens that are not there repeat the last one; what they give is not stored.
-  const int token = min(quad, num_tokens - 1);
-  Source<kOwn> source;
+  const u8* run_tokens = kOwn ? own : parts;
+  const float* run_scales = kOwn ? own_scales : scales;
+  Source<kSets, kOwn> source;
   source.t = t;
   source.skew = warp * Run::kBytes % 4;
   int stage = 0;
   for (int first_row = blockIdx.x * kRows; first_row < num_outputs; first_row += gridDim.x * kRows) {
-    float sums[kTiles][2] = {};
+    float sums[kTiles][kSets][2] = {};
     for (int run = warp; run < num_runs + warp; run += kRunWarps) {
-      const int at = (run < num_runs ? run : warp % num_runs) * tokens_apart + token;
-      source.tokens = (kOwn ? own : parts) + at * kRunParts * 4 + t;
-      uint4 first[4];
-      source.load(0, first);
-      const float run_scale = run < num_runs ? (kOwn ? own_scales : scales)[at] : 0.0f;
       wait_copies<kStages - 2>();
       __syncthreads();  // all have copied what is next, and are done with what came before it
       ring.fetch();
       if (run < num_runs) {
-        const u8* bytes = shared + stage * kStageBytes + warp * Run::kBytes;
-        source.decoded = bytes - source.skew + quad * Run::kStride;
-        source.summed = bytes - source.skew + t * 2 * Run::kStride;
-        float run_sums[kTiles][2] = {};
-        Run::add(source, first, run_sums);
+        float factors[kSets];
+#pragma unroll
+        for (int set = 0; set < kSets; ++set) {
+          // Columns of tokens that are not there repeat the last one; what they give is not stored.
+          const int column = min(set * kSetTokens + quad / 2, num_tokens - 1);
+          const int token = min(set * kSetTokens + t, num_tokens - 1);
+          source.tokens[set] = run_tokens + (run * tokens_apart + column) * kTokenBytes +
+                               (quad % 2 * 4 + t) * 16;
+          factors[set] = run_scales[run * tokens_apart + token];
+        }
+        source.row = shared + stage * kStageBytes + warp * Run::kBytes - source.skew +
+                     quad * Run::kStride;
+        float run_sums[kTiles][kSets][2] = {};
+        Run::add(source, run_sums);
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            sums[tile][j] = __fmaf_rn(run_scale, run_sums[tile][j], sums[tile][j]);
+          for (int set = 0; set < kSets; ++set) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              float& sum = sums[tile][set][i];
+              sum = __fmaf_rn(factors[set], run_sums[tile][set][i], sum);
+            }
           }
         }
       }
@@ -249,6 +246,7 @@ __global__ void __launch_bounds__(128)
   const int lane = threadIdx.x % kWarp, output = blockIdx.x * 4 + threadIdx.x / kWarp;
   if (output >= num_outputs) return;
   const u8* row = blocks + output * row_nbytes;
+  wait_for_others();
   float sums[kCount] = {};
 #pragma unroll 4
   for (int group = lane; group < num_inputs / 8; group += kWarp) {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import cupy as cp
 import numpy as np
 
+from kernels.cuda.launch import Kernel
 from kernels.ops import KernelError
 
 FOLDER = Path(__file__).parent
@@ -16,9 +16,14 @@ PRELUDE = ("common.cuh", "blocks.cuh")
 _BEFORE = {"few.cu": ("runs.cuh",), "sampling.cu": ("selection.cuh",)}
 NULL = np.uint64(0)  # a pointer argument that is not there
 MAX_GRID_Y = 65535
+# Kernels that call `wait_for_others` before they touch what others write or read.
+WAITING = {
+    *("rms_norm", "rope_store", "attention", "merge_partials", "swiglu", "gather_rows"),
+    *("few_product", "few_dots", "split_tokens"),
+}
 
 
-def get_kernel(file: str, name: str) -> Any:
+def get_kernel(file: str, name: str) -> Kernel:
     """A kernel of `file` for the current device; `name` with its template arguments, if any.
 
     Raises KernelError with the compiler's log.
@@ -27,14 +32,14 @@ def get_kernel(file: str, name: str) -> Any:
 
 
 @functools.cache
-def _kernel(file: str, name: str, device: int) -> Any:
+def _kernel(file: str, name: str, device: int) -> Kernel:
     module = cp.RawModule(
         code="".join(_source(part) for part in (*PRELUDE, *_BEFORE.get(file, ()), file)),
         options=("-std=c++17", f"-I{_headers()}"),
         name_expressions=[name] if "<" in name else None,
     )
     try:
-        return module.get_function(name)
+        return Kernel(module.get_function(name), waits=name.partition("<")[0] in WAITING)
     except cp.cuda.compiler.CompileException as error:
         raise KernelError(
             f"{file}: {name} does not compile for device {device} "

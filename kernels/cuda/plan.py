@@ -11,7 +11,7 @@ merged by the same arithmetic in the same order as inside a task.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from kernels.cuda.uploads import Uploads
 from kernels.ops import ATTENTION_BLOCK, PAGE_TOKENS, Batch, Int32, KvShape
 
 TILE_ROWS = 16
+_FIRST_TOKEN, _POSITION = 1, 2  # columns of a task
 PARTIALS_NBYTES = 32 << 20  # of the partials that are in memory at once
 
 
@@ -62,8 +63,31 @@ class SweepPlan:
     num_partials: int
 
 
-def plan_sweep(batch: Batch, shape: KvShape, num_heads: int, uploads: Uploads) -> SweepPlan:
-    tasks = attention_tasks(batch, shape, num_heads)
+class TaskMemory:
+    """The attention tasks of the last sweep that only decoded."""
+
+    def __init__(self) -> None:
+        self._key: Hashable = None
+        self._tasks: Tasks | None = None
+
+    def tasks_of(self, batch: Batch, shape: KvShape, num_heads: int) -> Tasks:
+        """See `attention_tasks`; where tokens only moved on inside their blocks, made anew of the
+        last ones.
+        """
+        if len(batch.segments) < batch.num_tokens:
+            return attention_tasks(batch, shape, num_heads)
+        key = (shape, num_heads, (batch.positions // ATTENTION_BLOCK).tobytes())
+        if self._tasks is None or key != self._key:
+            self._key, self._tasks = key, attention_tasks(batch, shape, num_heads)
+        table = self._tasks.table.copy()
+        table[:, _POSITION] = batch.positions[table[:, _FIRST_TOKEN]]
+        return replace(self._tasks, table=table)
+
+
+def plan_sweep(
+    batch: Batch, shape: KvShape, num_heads: int, uploads: Uploads, memory: TaskMemory
+) -> SweepPlan:
+    tasks = memory.tasks_of(batch, shape, num_heads)
     begins, ends = batch.segments[:, 0], batch.segments[:, 1]
     most_pages = int(batch.positions[ends - 1].max(initial=0)) // PAGE_TOKENS + 1
     table, merges, is_small = tasks.table, tasks.merges, batch.num_tokens <= MAX_TOKENS

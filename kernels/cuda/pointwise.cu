@@ -7,6 +7,7 @@ __global__ void rms_norm(int width, const float* __restrict__ x, const int* __re
                          const float* __restrict__ weight, float eps, float* __restrict__ out) {
   __shared__ float shared[32];
   const i64 target = blockIdx.x, source = rows ? rows[target] : target;
+  wait_for_others();
   const auto* from = floats<kCount>(x + source * width);
   float sum = 0.0f;
   for (int i = threadIdx.x; i < width / kCount; i += blockDim.x) {
@@ -34,6 +35,7 @@ template <int kCount>
 __global__ void swiglu(int num_tokens, int ffn, const float* __restrict__ gate_up,
                        float* __restrict__ out) {
   const int column = (blockIdx.x * blockDim.x + threadIdx.x) * kCount;
+  wait_for_others();
   if (column >= ffn) return;
   for (i64 token = blockIdx.y; token < num_tokens; token += gridDim.y) {
     Floats<kCount> gate = *floats<kCount>(gate_up + token * 2 * ffn + column);
@@ -125,7 +127,7 @@ __device__ void load_head(const float* __restrict__ from, int length,
   __syncwarp();
 }
 
-// q into `q`, k and v into their page; a block per token, a warp per head.
+// q into `q`, k and v into their page; gridDim.y blocks per token, a warp per head.
 // keys: (layers, pages, kv_heads, 32, key_stride)
 // values: (layers, pages, kv_heads, value_length, 32)
 template <typename T>
@@ -139,13 +141,15 @@ __global__ void rope_store(int num_heads, int num_kv_heads, int key_length, int 
                            T* __restrict__ keys, T* __restrict__ values, float* __restrict__ q) {
   extern __shared__ float heads[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int num_warps = blockDim.x / kWarp, num_rotated = num_heads + num_kv_heads;
+  const int num_warps = gridDim.y * (blockDim.x / kWarp), num_rotated = num_heads + num_kv_heads;
+  const int first_head = blockIdx.y * (blockDim.x / kWarp) + warp;
   const i64 token = blockIdx.x;
   const int position = positions[token], slot = position % kPage;
   const i64 page = first_page + pages[segments[token] * i64(max_pages) + position / kPage];
   const float* from = qkv + token * (num_rotated * key_length + num_kv_heads * value_length);
   float* head = heads + warp * key_length;
-  for (int h = warp; h < num_rotated; h += num_warps) {
+  wait_for_others();
+  for (int h = first_head; h < num_rotated; h += num_warps) {
     const bool is_key = h >= num_heads;
     load_head(from + h * key_length, key_length, is_key ? k_norm : q_norm, eps,
               cos + i64(position) * pairs, sin + i64(position) * pairs, pairs, halves, head);
@@ -159,7 +163,8 @@ __global__ void rope_store(int num_heads, int num_kv_heads, int key_length, int 
   }
   const float* value = from + num_rotated * key_length;
   T* target = values + page * num_kv_heads * value_length * kPage + slot;
-  for (int i = threadIdx.x; i < num_kv_heads * value_length; i += blockDim.x) {
+  const int first = blockIdx.y * blockDim.x + threadIdx.x;
+  for (int i = first; i < num_kv_heads * value_length; i += gridDim.y * blockDim.x) {
     store(target + i64(i) * kPage, value[i]);
   }
 }

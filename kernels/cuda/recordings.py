@@ -8,6 +8,8 @@ from typing import Any
 
 import cupy as cp
 
+from kernels.cuda.launch import overlapping_launches
+
 MAX_TOKENS = 16  # of a recorded sweep; with more, the device takes longer than the host
 _MOST = 32  # recordings that are kept
 _SEEN = None  # in place of a recording: the calls were made once, so that all buffers are there
@@ -45,7 +47,8 @@ class Recordings:
         with self._stream:
             self._stream.begin_capture(cp.cuda.runtime.streamCaptureModeThreadLocal)
             try:
-                calls()
+                with overlapping_launches():
+                    calls()
             finally:
                 graph = self._stream.end_capture()
         return graph

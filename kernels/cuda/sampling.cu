@@ -27,16 +27,26 @@ struct Outcome {
 
 // ---- a row ---------------------------------------------------------------------------------
 
-// The largest of a row, and whether all are finite.
-__device__ float most_of(const float* row, int count, bool& finite) {
-  int key = int(0x80000000), magnitude = 0;
+// The largest of a row.
+struct Most {
+  float value;
+  int first;  // that has it
+  bool finite;  // all of the row
+};
+
+__device__ Most most_of(const float* row, int count) {
+  int key = int(0x80000000), first = 0x7fffffff, magnitude = 0;
+#pragma unroll 8
   for (int i = threadIdx.x; i < count; i += kThreads) {
-    key = max(key, key_of(row[i]));
-    magnitude = max(magnitude, __float_as_int(row[i]) & 0x7fffffff);
+    const float value = row[i];
+    const int own = key_of(value);
+    if (own > key) first = i;
+    key = max(key, own);
+    magnitude = max(magnitude, __float_as_int(value) & 0x7fffffff);
   }
-  key = block_most(key);
-  finite = block_most(magnitude) < 0x7f800000;
-  return value_of(key);
+  const int most = block_most(key);
+  first = -block_most(key == most ? -first : -0x7fffffff);
+  return {value_of(most), first, block_most(magnitude) < 0x7f800000};
 }
 
 __device__ __forceinline__ float clamped(double value) {
@@ -79,15 +89,6 @@ __device__ void undo(float* row, const Spec& spec, const Edits& edits) {
     row[edits.seen_ids[i]] = edits.originals[i];
   }
   __syncthreads();
-}
-
-// Lowest position of a value >= floor; there is one.
-__device__ int first_at_least(const float* row, int count, float floor) {
-  int first = 0x7fffffff;
-  for (int i = threadIdx.x; i < count && first == 0x7fffffff; i += kThreads) {
-    if (row[i] >= floor) first = i;
-  }
-  return -block_most(-first);
 }
 
 // The row's own random integer in [0, total): Philox4x32-10, scaled by a wide product.
@@ -210,27 +211,26 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Room room{values + gathered_at, ids + gathered_at,
                   weights_at < 0 ? nullptr : weights + weights_at};
   Outcome outcome = {};
-  bool finite;
-  outcome.high = most_of(row, num_tokens, finite);
-  outcome.status = finite ? kOk : kNotFinite;
-  if (finite && spec.num_logprobs >= 0) {
+  Most most = most_of(row, num_tokens);
+  outcome.high = most.value;
+  outcome.status = most.finite ? kOk : kNotFinite;
+  if (most.finite && spec.num_logprobs >= 0) {
     outcome.total = weigh(Weights{row, num_tokens, double(outcome.high), 1.0, nullptr});
   }
-  if (finite && spec.num_logprobs > 0) {
+  if (most.finite && spec.num_logprobs > 0) {
     const int at = blockIdx.x * kMostLogprobs;
     keep_top(row, num_tokens, min(int(spec.num_logprobs), num_tokens), outcome.high,
              top_values + at, top_ids + at);
   }
-  if (finite) {
+  if (most.finite) {
     const bool edited = spec.seen_begin < spec.seen_end || spec.edit_begin < spec.edit_end;
-    float high = outcome.high;
     if (edited) {
       edit(row, spec, edits);
-      high = most_of(row, num_tokens, finite);
+      most = most_of(row, num_tokens);
     }
-    if (high == -kHighest) outcome.status = kAllMasked;
-    else if (spec.temperature == 0.0) outcome.token = first_at_least(row, num_tokens, high);
-    else outcome.token = draw(row, num_tokens, high, spec, room);
+    if (most.value == -kHighest) outcome.status = kAllMasked;
+    else if (spec.temperature == 0.0) outcome.token = most.first;
+    else outcome.token = draw(row, num_tokens, most.value, spec, room);
     if (edited) undo(row, spec, edits);
     outcome.logit = row[outcome.token];
   }
