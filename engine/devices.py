@@ -7,8 +7,16 @@ from typing import Literal
 
 from engine.machine import usable_cores
 from engine.requests import DeviceError, EngineConfig
-from kernels.ops import KernelError, KvType, Ops
+from kernels.ops import (
+    PAGE_TOKENS,
+    KernelError,
+    KvShape,
+    KvType,
+    Ops,
+    shares_partial_pages,
+)
 
+_ANY_SHAPE = KvShape(num_layers=1, num_kv_heads=1, key_length=32, value_length=32)
 MOST_FEW_TOKENS = 8  # sweeps of no more go by products of few tokens on a GPU
 
 
@@ -60,6 +68,19 @@ def kv_type(config: EngineConfig) -> KvType:
     return config.kv_type
 
 
+def chunk_page_tokens(kv_type: KvType) -> int:
+    """Tokens of the pages that chunks must mind, as in `engine.scheduler`; 1: they need not."""
+    return 1 if shares_partial_pages(kv_type) else PAGE_TOKENS
+
+
 def resolved(config: EngineConfig, ops: Ops) -> EngineConfig:
-    """The configuration with what the backend decides filled in."""
-    return replace(config, kv_type=config.kv_type or ops.default_kv_type)
+    """The configuration with what the backend decides filled in.
+
+    Raises DeviceError: the backend has no KV cache of the type that was asked for.
+    """
+    kv_type = config.kv_type or ops.default_kv_type
+    try:
+        ops.kv_page_nbytes(_ANY_SHAPE, kv_type)
+    except KernelError as error:
+        raise DeviceError(f"--kv-type {kv_type}: {error}") from error
+    return replace(config, kv_type=kv_type)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from engine.chat import ChatTemplate, chat_template_of
-from engine.devices import kv_type, open_ops, resolved
+from engine.devices import chunk_page_tokens, kv_type, open_ops, resolved
 from engine.drain import Drain
 from engine.gguf_file import GgufFile
 from engine.hparams import check_tensors, read_hparams
@@ -27,10 +27,17 @@ from engine.prefix_tree import pieces_of
 from engine.requests import EngineConfig, FinishedRow, Request, RowError
 from engine.rows import ActiveRow, WaitingRow, failed_row
 from engine.sampler import choose
-from engine.scheduler import KEEP_AHEAD, LOOK_AHEAD, Chunk, admission_budget, compose_sweep
+from engine.scheduler import (
+    KEEP_AHEAD,
+    LOOK_AHEAD,
+    Chunk,
+    admission_budget,
+    chunk_end,
+    compose_sweep,
+)
 from engine.sweep_log import SweepLog
 from engine.tokenizer import Tokenizer
-from kernels.ops import Batch, Float32, KvPool, KvType, Ops
+from kernels.ops import Batch, Float32, KvPool, KvType, Ops, shares_partial_pages
 from nvme import Reader, ReadError
 
 MAX_SWEEP_TRIES = 3
@@ -101,10 +108,16 @@ class Engine:
         self.plan, self._model, self._reader_name = loaded.plan, loaded.model, loaded.reader_name
         self._read_path, self.rates = loaded.read_path, rates
         pool = self._ops.kv_pool(
-            kv_shape(self.hparams), num_pages=self.plan.kv_pages, kv_type=kv_type(self.config)
+            kv_shape(self.hparams),
+            num_pages=self.plan.kv_pages,
+            kv_type=kv_type(self.config),
+            num_rows=self.plan.max_rows,
         )
+        self._page_tokens = chunk_page_tokens(pool.kv_type)
         self._recorded = object()  # what sweeps over this model and this pool are recorded under
-        self._cache = KvCache(self.plan.kv_pages, self._ops, pool)
+        self._cache = KvCache(
+            self.plan.kv_pages, self._ops, pool, shares_parts=shares_partial_pages(pool.kv_type)
+        )
         stream = self._model.stream
         drains = stream is not None and self._ops.frees_pages
         self._drain = Drain(self._cache, stream, pool.page_nbytes) if stream and drains else None
@@ -118,7 +131,8 @@ class Engine:
         self.sweeps = SweepLog(
             loaded.model.stream, loaded.read_path, rates.disk_nbytes_per_s if rates else None
         )
-        self._sizes = model_sizes(file, self.hparams, pool.page_nbytes)
+        row_nbytes = self._ops.kv_row_nbytes(kv_shape(self.hparams), pool.kv_type)
+        self._sizes = model_sizes(file, self.hparams, pool.page_nbytes, row_nbytes)
         self._load_s = {
             "open_s": round(compiled - started, 3),
             "weights_s": round(time.perf_counter() - compiled, 3),
@@ -209,7 +223,7 @@ class Engine:
         self._divide_memory()
         self.admit()
         rows = (row.progress() for row in self._running.values())
-        chunks = compose_sweep(rows, self.plan.sweep_tokens)
+        chunks = compose_sweep(rows, self.plan.sweep_tokens, self._page_tokens)
         if chunks:
             self.sweeps.begin()
             finished += self._run(chunks)
@@ -242,29 +256,45 @@ class Engine:
         self._rejected.clear()
         return dropped
 
-    def logits(self, token_ids: Sequence[int], kv_type: KvType = "f32") -> Float32:
-        """Logits after each of `token_ids`, with a KV cache of its own.
+    def logits(
+        self, token_ids: Sequence[int], kv_type: KvType = "f32", *, first: int = 0
+    ) -> Float32:
+        """Logits after each token from index `first` on, with a KV cache of its own.
 
-        Returns (num_tokens, vocab_size) float32.
+        Returns (num_tokens - first, vocab_size) float32. Raises KernelError: no such KV cache here.
         """
         ids = np.asarray(token_ids, np.int32)
         num_pages = pages_for(len(ids))
-        pool = self._ops.kv_pool(kv_shape(self.hparams), num_pages=num_pages, kv_type=kv_type)
-        out = np.empty((len(ids), self.hparams.vocab_size), np.float32)
-        step = min(self.plan.sweep_tokens, self.plan.max_rows)
-        for begin in range(0, len(ids), step):
-            chunk = ids[begin : begin + step]
-            n = len(chunk)
+        pool = self._ops.kv_pool(
+            kv_shape(self.hparams), num_pages=num_pages, kv_type=kv_type, num_rows=1
+        )
+        out = np.empty((len(ids) - first, self.hparams.vocab_size), np.float32)
+        for begin, end in self._logit_chunks(len(ids), first, chunk_page_tokens(kv_type)):
+            n, skipped = end - begin, min(max(first - begin, 0), end - begin)
             batch = Batch(
-                token_ids=chunk,
-                positions=np.arange(begin, begin + n, dtype=np.int32),
+                token_ids=ids[begin:end],
+                positions=np.arange(begin, end, dtype=np.int32),
                 rows=np.zeros(n, np.int32),
                 page_table=np.arange(num_pages, dtype=np.int32)[None],
                 segments=np.array([[0, n]], np.int32),
-                logit_indices=np.arange(n, dtype=np.int32),
+                logit_indices=np.arange(skipped, n, dtype=np.int32),
             )
-            out[begin : begin + n] = self._ops.get(self._forward(batch, pool))
+            logits = self._forward(batch, pool)
+            if skipped < n:
+                out[begin + skipped - first : end - first] = self._ops.get(logits)
         return out
+
+    def _logit_chunks(
+        self, num_tokens: int, first: int, page_tokens: int
+    ) -> Iterator[tuple[int, int]]:
+        """Token ranges of sweeps: a sweep gives logits of as many tokens as there may be rows."""
+        end = 0
+        while end < num_tokens:
+            begin = end
+            most = self.plan.max_rows + max(first - begin, 0)
+            end = min(begin + min(self.plan.sweep_tokens, most), num_tokens)
+            end = chunk_end(begin, end, page_tokens)
+            yield begin, end
 
     def close(self) -> None:
         """Stop the stream and the backend's workers. Idempotent."""

@@ -26,8 +26,8 @@ from nvme import Reader, open_reader
 OpenReader = Callable[[Sequence[Path]], Reader]
 
 
-def model_sizes(file: GgufFile, hparams: Hparams, page_nbytes: int) -> ModelSizes:
-    """What each part of a model takes, from its header alone."""
+def model_sizes(file: GgufFile, hparams: Hparams, page_nbytes: int, row_nbytes: int) -> ModelSizes:
+    """What each part of a model takes, from its header alone; see `ModelSizes` for the last two."""
     layers, head = parcel_layouts(file, hparams)
     names = [layer_tensor_names(layer) for layer in range(hparams.num_layers)]
     matrices = {name for layer in names for name in layer} | {HEAD_TENSOR, "token_embd.weight"}
@@ -40,6 +40,7 @@ def model_sizes(file: GgufFile, hparams: Hparams, page_nbytes: int) -> ModelSize
         head=None if head is None else _part(file, [HEAD_TENSOR], head.nbytes),
         vectors_nbytes=sum(4 * int(np.prod(tensor.shape)) for tensor in vectors),
         page_nbytes=page_nbytes,
+        row_nbytes=row_nbytes,
     )
 
 
@@ -80,11 +81,16 @@ def make_planner(
 ) -> Planner:
     """A planner for the memory that is free now. Raises MemoryBudgetError."""
     config = resolved(config, ops)
-    page_nbytes = ops.kv_page_nbytes(kv_shape(hparams), kv_type(config))
+    shape, element = kv_shape(hparams), kv_type(config)
     return Planner(
         hparams,
         config,
-        model_sizes(file, hparams, page_nbytes),
+        model_sizes(
+            file,
+            hparams,
+            ops.kv_page_nbytes(shape, element),
+            ops.kv_row_nbytes(shape, element),
+        ),
         budget=free_budget(file, hparams, config, ops),
         rates=rates or (DEFAULT_RATES if ops.name == "cpu" else DEFAULT_DEVICE_RATES),
         workload=workload,

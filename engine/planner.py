@@ -209,7 +209,7 @@ class Planner:
             )
             + budget.fixed_nbytes
             + budget.scratch_nbytes(tokens),
-            rows=row_activations_nbytes(self._hparams),
+            rows=row_activations_nbytes(self._hparams) + self._sizes.row_nbytes,
             kv=self._config.kv_memory_nbytes or self._row_kv_nbytes,
         )
 

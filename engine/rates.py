@@ -150,7 +150,10 @@ class _LittleModel:
         self._pages_per_row = effort.context // PAGE_TOKENS + 1
         self._num_pages = effort.rows * self._pages_per_row
         shape = kv_shape(little)
-        self._pool = ops.kv_pool(shape, num_pages=self._num_pages, kv_type=kv_type)
+        most_rows = max(*effort.tokens, effort.rows)
+        self._pool = ops.kv_pool(
+            shape, num_pages=self._num_pages, kv_type=kv_type, num_rows=most_rows
+        )
 
     def layer_s(self) -> Curve:
         """Seconds per weight, by tokens that attend to nothing but themselves."""

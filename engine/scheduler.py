@@ -36,10 +36,17 @@ class Chunk:
     wants_logits: bool
 
 
-def compose_sweep(rows: Iterable[Progress], token_budget: int) -> list[Chunk]:
+def chunk_end(begin: int, end: int, page_tokens: int) -> int:
+    """Where a chunk of tokens [begin, end) ends that leaves no page but those it begins."""
+    inside = begin % page_tokens
+    return min(end, begin - inside + page_tokens) if inside else end
+
+
+def compose_sweep(rows: Iterable[Progress], token_budget: int, page_tokens: int = 1) -> list[Chunk]:
     """Choose the tokens of one sweep.
 
     rows: in order of admission; at most `token_budget` of them have one token pending
+    page_tokens: a chunk that begins inside a page of so many ends in it
     Returns chunks that hold `token_budget` tokens at most, decoding rows first.
     """
     rows = list(rows)
@@ -48,12 +55,14 @@ def compose_sweep(rows: Iterable[Progress], token_budget: int) -> list[Chunk]:
     chunks: list[Chunk] = []
     budget = token_budget
     for row in decoding + prefilling:
-        num_tokens = min(row.pending, budget)
-        if num_tokens == 0:
+        if budget == 0:
             break
-        end = row.computed + num_tokens
+        end = chunk_end(row.computed, row.computed + min(row.pending, budget), page_tokens)
+        whole = end // page_tokens * page_tokens
+        if row.computed < whole and end < row.known:
+            end = whole  # else the next chunk would have little room
         chunks.append(Chunk(row.slot, row.computed, end, wants_logits=end == row.known))
-        budget -= num_tokens
+        budget -= end - row.computed
     return chunks
 
 

@@ -30,13 +30,17 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSizes:
-    """What a model takes. head: None where it is the embedding. page_nbytes: a KV page."""
+    """What a model takes. head: None where it is the embedding.
+
+    page_nbytes: a KV page; row_nbytes: what a row takes of the KV cache beside its pages
+    """
 
     embedding: Part
     layers: tuple[Part, ...]
     head: Part | None
     vectors_nbytes: int
     page_nbytes: int
+    row_nbytes: int = 0
 
     @property
     def stored_nbytes(self) -> int:

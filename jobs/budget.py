@@ -10,7 +10,7 @@ from engine.loading import model_sizes
 from engine.model import kv_shape
 from engine.planner import Budget, Planner
 from engine.requests import EngineConfig
-from kernels.cpu.pages import DEFAULT_KV_TYPE, page_nbytes
+from kernels.cpu.pages import DEFAULT_KV_TYPE, page_nbytes, row_nbytes
 
 
 def check_cpu_budget(config: EngineConfig, file: GgufFile, hparams: Hparams) -> None:
@@ -23,6 +23,7 @@ def check_cpu_budget(config: EngineConfig, file: GgufFile, hparams: Hparams) -> 
     if config.memory_nbytes is None:
         return
     kv_type = config.kv_type or DEFAULT_KV_TYPE
-    sizes = model_sizes(file, hparams, page_nbytes(kv_shape(hparams), kv_type))
+    shape = kv_shape(hparams)
+    sizes = model_sizes(file, hparams, page_nbytes(shape, kv_type), row_nbytes(shape, kv_type))
     budget = Budget(device_nbytes=config.memory_nbytes)
     Planner(hparams, replace(config, kv_type=kv_type), sizes, budget=budget).best()

@@ -123,8 +123,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option(
             "kv_type",
             str,
-            "f32|f16",
-            "Element type of the KV cache.",
+            "f32|f16|int8",
+            "Element type of the KV cache; int8, on a CPU, approximates.",
             "f32 on a CPU, f16 on a GPU",
         ),
         Option(

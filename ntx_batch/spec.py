@@ -62,7 +62,7 @@ CHOICES = {
     "truncate": ("left", "right"),
     "on_bad_utf8": ("error", "replace"),
     "device": ("auto", "cpu", "gpu"),
-    "kv_type": ("f32", "f16"),
+    "kv_type": ("f32", "f16", "int8"),
     "expand": ("auto", "never", "always"),
     "reader": ("auto", "direct", "mmap"),
 }

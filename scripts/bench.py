@@ -58,7 +58,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--reuse-rows", type=int, default=200, help="rows (reuse)")
     parser.add_argument("--memory", help="such as 1.5GiB (plan, memory, stream)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
-    parser.add_argument("--kv-type", choices=["f32", "f16"], default="f32")
+    parser.add_argument("--kv-type", choices=["f32", "f16", "int8"], default="f32")
     parser.add_argument("--reader", choices=["auto", "direct", "mmap"], default="auto")
     parser.add_argument("--threads", type=int, help="worker threads; default: every core")
     parser.add_argument("--llama-batched-bench", type=Path, help="peer's program (peer)")

@@ -88,11 +88,13 @@ def _bench_heads(report: Report, ops: CpuOps, heads: Heads, options: argparse.Na
         norm_eps=0.0,
     )
     tables = page_tables(ROWS, PREFIX)
-    pool = ops.kv_pool(kv_shape(head), num_pages=tables[0].size, kv_type=options.kv_type)
+    pool = ops.kv_pool(
+        kv_shape(head), num_pages=tables[0].size, kv_type=options.kv_type, num_rows=ROWS
+    )
     rng = np.random.default_rng(1)
     q = rng.standard_normal((ROWS, heads.num_heads * heads.length), dtype=np.float32)
-    fill(pool.keys, rng)
-    fill(pool.values, rng)
+    for array in pool.arrays:
+        fill(array, rng)
     out = np.empty_like(q)
     for _ in range(options.repeats):
         seconds = []
@@ -122,6 +124,9 @@ def time_layer(
 
 
 def fill(array: np.ndarray, rng: np.random.Generator) -> None:
-    """Random numbers of either type of element, halves being held as uint16."""
+    """Random numbers of any type of element, halves being held as uint16."""
+    if array.dtype == np.int8:
+        array[:] = rng.integers(-127, 128, array.shape)
+        return
     numbers = rng.standard_normal(array.shape, dtype=np.float32)
     array[:] = numbers if array.dtype == np.float32 else numbers.astype(np.float16).view(np.uint16)

@@ -95,7 +95,7 @@ def test_every_sampling_parameter_is_an_option_of_its_name() -> None:
         ({"max_tokens": 0}, "max_tokens is 0; it must be an integer from 1 up"),
         ({"max_tokens": "12"}, "max_tokens is '12'"),
         ({"temperature": -1}, "temperature is -1"),
-        ({"kv_type": "int8"}, "kv_type is one of f32, f16, not 'int8'"),
+        ({"kv_type": "int4"}, "kv_type is one of f32, f16, int8, not 'int4'"),
         ({"limit": 0}, "limit is at least 1, not 0"),
         ({"limit": True}, "limit is a whole number, not True"),
         ({"seed": 2**63}, "seed is an integer of 64 bits"),

@@ -28,6 +28,7 @@ from tests import golden
 from tests.gguf_factory import TinySizes, write_tiny_model
 
 POOL = 64 << 20
+STREAMING = EngineConfig(kv_memory_nbytes=POOL, expand="never", reader="direct")
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +40,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def streaming_engine(
-    model: Path, resident: Sequence[bool], *, head: bool, ring_parcels: float, **options: Any
+    model: Path,
+    resident: Sequence[bool],
+    *,
+    head: bool,
+    ring_parcels: float,
+    config: EngineConfig = STREAMING,
+    **options: Any,
 ) -> Engine:
-    config = EngineConfig(kv_memory_nbytes=POOL, expand="never", reader="direct")
     with Engine(model, config) as probe:
         plan, file = probe.plan, GgufFile.open(model)
     sizes = [path.stat().st_size for path in file.paths]
