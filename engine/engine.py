@@ -52,6 +52,7 @@ class Totals:
     """
 
     num_failed_sweeps: int = 0
+    num_preempted: int = 0
     num_rows: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
@@ -214,8 +215,7 @@ class Engine:
         except RowError as error:
             self._rejected.append(failed_row(request, error))
         else:
-            prompt = pieces_of(request.token_ids) if self.config.reuse_prefixes else ()
-            self._waiting.append(WaitingRow(request, prompt))
+            self._waiting.append(WaitingRow(request, self._pieces(request)))
 
     def sweep(self) -> list[FinishedRow]:
         """Admit what fits, run one pass over all layers, and return the rows that ended."""
@@ -246,6 +246,23 @@ class Engine:
                 self._leave(slot)
                 return row.fail(error)
         raise KeyError(f"row {row_index} sample {sample_index} is not on board")
+
+    def preempt(self, num_rows: int) -> list[tuple[int, int]]:
+        """Take the youngest rows off board, between two sweeps; their pages are free at once.
+
+        They keep what they generated, wait before all others, and go on with the same bytes once
+        their tokens are computed again.
+        Returns their row and sample indices.
+        """
+        slots = list(self._running)[max(0, len(self._running) - num_rows) :]
+        rows = [self._running[slot] for slot in slots]
+        for slot in slots:
+            self._leave(slot)
+        self._waiting.extendleft(
+            WaitingRow(row.request, self._pieces(row.request), row) for row in reversed(rows)
+        )
+        self.totals.num_preempted += len(rows)
+        return [(row.request.row_index, row.request.sample_index) for row in rows]
 
     def cancel_all(self) -> int:
         """Drop all rows, on board and waiting; returns how many."""
@@ -340,6 +357,9 @@ class Engine:
                 "raise --kv-memory or lower max_tokens",
             )
 
+    def _pieces(self, request: Request) -> Sequence[bytes]:
+        return pieces_of(request.token_ids) if self.config.reuse_prefixes else ()
+
     def _most_new(self, request: Request) -> int:
         return min(request.params.max_tokens, self.context_length - len(request.token_ids))
 
@@ -369,8 +389,8 @@ class Engine:
             if kv is None:
                 passed.append(row)
                 break
-            self._take_on_board(row.request, kv)
-            budget -= len(row.request.token_ids) - kv.num_reused
+            self._take_on_board(row, kv)
+            budget -= row.num_tokens - kv.num_tokens
         self._waiting.extendleft(reversed(passed))
 
     def _keep_for_waiting(self) -> None:
@@ -379,8 +399,12 @@ class Engine:
             for row in itertools.islice(self._waiting, KEEP_AHEAD):
                 self._cache.touch(row.prompt)
 
-    def _take_on_board(self, request: Request, kv: RowKv) -> None:
-        slot = self._free_slots.pop()
+    def _take_on_board(self, row: WaitingRow, kv: RowKv) -> None:
+        slot, request = self._free_slots.pop(), row.request
+        if row.begun is not None:
+            row.begun.go_on(slot, kv)
+            self._running[slot] = row.begun
+            return
         self._running[slot] = ActiveRow(
             request,
             slot=slot,

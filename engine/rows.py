@@ -15,17 +15,6 @@ from engine.scheduler import Chunk, Progress
 from engine.text import RowText
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingRow:
-    """A row that is not on board yet.
-
-    prompt: its pieces, as the prefix tree knows them; none where nothing is reused
-    """
-
-    request: Request
-    prompt: Sequence[bytes]
-
-
 class ActiveRow:
     """One row between admission and its end.
 
@@ -53,11 +42,21 @@ class ActiveRow:
         self._tokens = np.empty(self._num_prompt + max_new_tokens, np.int32)
         self._tokens[: self._num_prompt] = request.token_ids
         self._known = self._num_prompt
+        self._num_reused = kv.num_reused
         self._text = RowText(token_bytes, request.params)
         self._logprobs: list[TokenLogprob] | None = None if request.params.logprobs is None else []
 
+    def go_on(self, slot: int, kv: RowKv) -> None:
+        """Come on board again: what `kv` lacks is computed anew."""
+        self.slot, self.kv = slot, kv
+
     def progress(self) -> Progress:
         return Progress(slot=self.slot, known=self._known, computed=self.kv.num_tokens)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of the prompt, and those generated."""
+        return self._known
 
     @property
     def most_tokens_left(self) -> int:
@@ -104,10 +103,28 @@ class ActiveRow:
             stop_reason=stop_reason,
             prompt_tokens=self._num_prompt,
             completion_tokens=len(generated),
-            reused_tokens=self.kv.num_reused,
+            reused_tokens=self._num_reused,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
             warnings=warnings,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRow:
+    """A row that is not on board.
+
+    prompt: its pieces, as the prefix tree knows them; none where nothing is reused
+    begun: the row, where it was on board before
+    """
+
+    request: Request
+    prompt: Sequence[bytes]
+    begun: ActiveRow | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to be computed before the next one is chosen."""
+        return len(self.request.token_ids) if self.begun is None else self.begun.num_known
 
 
 def failed_row(request: Request, error: RowError) -> FinishedRow:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.test_cuda_engine import open_engine, ops
+from tests.test_preemption import run_with_preemptions
 from tests.test_prefix_reuse import mixed_rows, num_computed, run, with_common_prefix
 
 pytestmark = pytest.mark.gpu
@@ -35,3 +36,15 @@ def test_a_common_beginning_is_computed_once(ops: Any) -> None:
     with open_engine(ops, "llama-q4_0") as engine:
         run(engine, with_common_prefix(100, prefix))
         assert num_computed(engine) == len(prefix) + 100 * 20
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+def test_a_preempted_row_ends_with_the_same_bytes(ops: Any, kv_type: str) -> None:
+    with open_engine(ops, "llama-q4_k_m", kv_type=kv_type) as engine:
+        undisturbed = run(engine, mixed_rows())
+    with open_engine(ops, "llama-q4_k_m", kv_type=kv_type) as engine:
+        for each in mixed_rows():
+            engine.add(each)
+        rows, taken = run_with_preemptions(engine, seed=3)
+        assert engine.totals.num_preempted == taken > 20
+    assert rows == undisturbed
