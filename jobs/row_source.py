@@ -34,7 +34,7 @@ class _Row:
     table, offset: where what it carries is; many rows share a table
     replaced: input columns in which bytes that are not UTF-8 were replaced
     samples: indices of its outputs that are still to come
-    nbytes: about what it takes while it is held
+    nbytes: about what it takes while it is held: at first, what it carries
     """
 
     index: int
@@ -43,7 +43,7 @@ class _Row:
     offset: int
     replaced: tuple[str, ...]
     samples: list[int]
-    nbytes: int = 0
+    nbytes: int
     facts: RowFacts = field(default_factory=RowFacts)
 
     def result(self, finished: FinishedRow, duplicate_of: int | None) -> ResultRow:
@@ -203,9 +203,9 @@ class RowSource:
         return self._ready.popleft()
 
     def _hold(self, row: _Row, prepared: Request | FinishedRow) -> None:
-        carried_nbytes = row.table.nbytes // row.table.num_rows
-        tokens_nbytes = prepared.token_ids.nbytes if isinstance(prepared, Request) else 0
-        row.nbytes = ROW_NBYTES * len(row.samples) + carried_nbytes + tokens_nbytes
+        row.nbytes += ROW_NBYTES * len(row.samples)
+        if isinstance(prepared, Request):
+            row.nbytes += prepared.token_ids.nbytes
         self._rows[row.index] = row
         self._held_nbytes += row.nbytes
         self._num_held += len(row.samples)
@@ -213,6 +213,7 @@ class RowSource:
     def _read(self, shard: Shard) -> Iterator[tuple[_Row, RowValues]]:
         num_samples, done = self._num_samples, frozenset(shard.done)
         for first, batch in self._reader.read(shard.begin, shard.end):
+            carried_nbytes = batch.table.nbytes // batch.num_rows
             for offset in range(batch.num_rows):
                 output = (first + offset) * num_samples
                 samples = [s for s in range(num_samples) if output + s not in done]
@@ -224,6 +225,7 @@ class RowSource:
                         offset,
                         batch.replaced[offset],
                         samples,
+                        carried_nbytes,
                     )
                     yield row, batch.values[offset]
 

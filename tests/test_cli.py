@@ -370,7 +370,7 @@ def test_a_job_leaves_a_log(work: Path) -> None:
 
 
 def test_submit_answers_at_once_and_the_second_queues(work: Path) -> None:
-    prompts = write_prompts(work / "many.parquet", ["word " * 20] * 64)
+    prompts = write_prompts(work / "many.parquet", [f"{row} " + "word " * 20 for row in range(64)])
     arguments = ("submit", prompts, "--model", MODEL, "--max-tokens", "64", "--ignore-eos")
     jobs = [run_process(work / "home", *arguments).out.strip() for _ in range(2)]
     ran = run_process(work / "home", "wait", jobs[1])
@@ -384,7 +384,7 @@ def test_submit_answers_at_once_and_the_second_queues(work: Path) -> None:
 @contextmanager
 def long_run(work: Path, name: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A `run` with some rows finished and many to go: its job's id, and the process."""
-    prompts = write_prompts(work / f"{name}.parquet", ["word"] * 2000)
+    prompts = write_prompts(work / f"{name}.parquet", [f"word {row}" for row in range(2000)])
     arguments = (prompts, "--model", MODEL, "--max-tokens", "200", "--ignore-eos")
     with started_process(work / "home", "run", *arguments) as process:
         assert process.stdout is not None

@@ -64,7 +64,7 @@ def test_run_waits_and_writes_to_the_folder_asked_for(work: Path) -> None:
 
 def test_run_pauses_its_job_when_interrupted_twice(work: Path) -> None:
     home = work / "home"
-    prompts = write_prompts(work / "long.parquet", ["word"] * 2000)
+    prompts = write_prompts(work / "long.parquet", [f"word {row}" for row in range(2000)])
     options = {"model": str(MODEL), "max_tokens": 200, "ignore_eos": True, "home": str(home)}
     code = f"import ntx_batch; ntx_batch.run({str(prompts)!r}, **{options})"
     command = [sys.executable, "-c", code]

@@ -168,7 +168,12 @@ def test_copies_and_samples_survive_a_killed_runner(crash: Crash) -> None:
 
 def test_what_a_killed_runner_left_is_gone_before_the_next_one_works(crash: Crash) -> None:
     """Its driver takes Ray down when the pipe ends; the next runner ends what still lives."""
-    job = queue_job(crash.store, crash.home.path.parent / "in.parquet", ["x"] * 60, max_tokens=200)
+    job = queue_job(
+        crash.store,
+        crash.home.path.parent / "in.parquet",
+        [f"x {row}" for row in range(60)],
+        max_tokens=200,
+    )
     child = crash.start_runner()
     wait_until(lambda: "device" in crash.store.job(job.id).record)
     orphans = crash.left_over()

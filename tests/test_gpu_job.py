@@ -82,7 +82,7 @@ def test_auto_takes_the_gpu_and_says_so(
 ) -> None:
     """Case 67: with one GPU that is named twice."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
-    prompts = write_prompts(tmp_path / "in.parquet", ["a"] * NUM_ROWS)
+    prompts = write_prompts(tmp_path / "in.parquet", [f"a {row}" for row in range(NUM_ROWS)])
     ran = run_process(home.path, "run", prompts, "--model", MODEL, *SAMPLING)
     assert ran.code == 0, ran.err
     with JobStore(home.state_path) as store:

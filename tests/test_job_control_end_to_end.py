@@ -69,7 +69,9 @@ def wait_rows(world: World, job: Job, count: int) -> None:
 def test_cancel_ends_a_generation_of_4000_tokens_at_once(world: World) -> None:
     """Case 41: the long rows do not run on; the short one, which was finished, is kept."""
     path = write_prompts(
-        world.folder / "long.parquet", ["short", *["long"] * 8], max_tokens=[1, *[4000] * 8]
+        world.folder / "long.parquet",
+        ["short", *(f"long {row}" for row in range(8))],
+        max_tokens=[1, *[4000] * 8],
     )
     job = client.submit(
         path,
@@ -264,7 +266,7 @@ def test_many_submits_and_readers_at_once(world: World) -> None:
     """
     sizes = [1000, *[40] * 7]
     paths = [
-        write_prompts(world.folder / f"many{n}.parquet", [f"{n}"] * size)
+        write_prompts(world.folder / f"many{n}.parquet", [f"{n} {row}" for row in range(size)])
         for n, size in enumerate(sizes)
     ]
 

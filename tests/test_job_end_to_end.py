@@ -147,7 +147,7 @@ def test_a_model_that_does_not_load_fails_its_job_alone(world: World) -> None:
 
 def test_all_sockets_are_on_loopback_and_secrets_are_private(world: World) -> None:
     """Case 104: every listening socket of every process of ours, during a job."""
-    job = world.queue(["busy"] * LONG_ROWS, max_tokens=LONG_TOKENS, shard_rows=32)
+    job = world.queue(["busy"] * LONG_ROWS, max_tokens=LONG_TOKENS, shard_rows=32, dedupe=False)
     world.run_until(job, 1)
     processes = world.processes()
     names = {psutil.Process(process.pid).name() for process in processes}
@@ -189,7 +189,9 @@ def test_a_killed_engine_actor_costs_no_row(world: World) -> None:
 
 def test_stopping_the_runner_leaves_nothing_and_the_job_goes_on_later(world: World) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
-    job = world.queue(["stop me"] * LONG_ROWS, max_tokens=LONG_TOKENS, shard_rows=32)
+    job = world.queue(
+        [f"stop me {row}" for row in range(LONG_ROWS)], max_tokens=LONG_TOKENS, shard_rows=32
+    )
     world.run_until(job, 1)
     processes = world.processes()
     assert stop_runner(world.home)

@@ -45,7 +45,12 @@ def test_a_job_goes_on_after_the_death_of_helpers_agents_raylet_and_driver(
     """Case 73: truth is on disk. Each row once, equal prompts with equal texts."""
     with JobStore(home.state_path) as store:
         job = queue_job(
-            store, tmp_path / "in.parquet", ["same"] * NUM_ROWS, max_tokens=200, shard_rows=50
+            store,
+            tmp_path / "in.parquet",
+            ["same"] * NUM_ROWS,
+            max_tokens=200,
+            shard_rows=50,
+            dedupe=False,
         )
         ensure_runner(home)
         wait_until(lambda: store.job(job.id).num_ok > 0)

@@ -145,7 +145,7 @@ def test_a_signal_while_a_part_is_published_leaves_it_whole(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_at_run_pauses_the_job(home: Home, tmp_path: Path, number: int) -> None:
-    prompts = write_prompts(tmp_path / "in.parquet", ["x"] * 2000)
+    prompts = write_prompts(tmp_path / "in.parquet", [f"x {row}" for row in range(2000)])
     with (
         JobStore(home.state_path) as store,
         started_process(
@@ -165,7 +165,7 @@ def test_one_signal_at_run_pauses_the_job(home: Home, tmp_path: Path, number: in
 
 def test_two_signals_at_run_end_it_at_once(home: Home, tmp_path: Path) -> None:
     """The runner, here a stopped process, finishes on its own."""
-    prompts = write_prompts(tmp_path / "in.parquet", ["x"] * 2000)
+    prompts = write_prompts(tmp_path / "in.parquet", [f"x {row}" for row in range(2000)])
     with (
         JobStore(home.state_path) as store,
         started_process(
