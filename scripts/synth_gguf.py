@@ -6,6 +6,7 @@
 
 The model computes finite nonsense: activations keep their size through the layers, and every
 token is a piece of text. Written in chunks, so that memory does not grow with the file.
+`--hollow` leaves the tensors out, for plans and simulations: a file of the size without its blocks.
 """
 
 from __future__ import annotations
@@ -140,16 +141,19 @@ def write_model(
     mix: str | None = None,
     seed: int = 0,
     split_nbytes: int | None = None,
+    hollow: bool = False,
 ) -> list[Path]:
     """Write the model; returns its files, one unless it was split.
 
     split_nbytes: most bytes of tensors in a file; the files are then NAME-00001-of-00003.gguf, …
+    hollow: a hole in place of the tensors
     Raises ValueError: an impossible shape, or no room on the disk.
     """
     path = Path(path)
     tensors = plan_tensors(shape, type_name, mix)
     vocab = make_vocab(shape.vocab_size)
-    _check_room(path, sum(tensor.nbytes for tensor in tensors))
+    if not hollow:
+        _check_room(path, sum(tensor.nbytes for tensor in tensors))
     groups = _split(tensors, split_nbytes)
     paths = [path]
     if split_nbytes is not None:
@@ -164,7 +168,10 @@ def write_model(
             writer.add_uint16(gguf.Keys.Split.LLM_KV_SPLIT_COUNT, len(groups))
             writer.add_int32(gguf.Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT, len(tensors))
         _write_header(writer, shard, group)
-        _write_data(shard, group, seed)
+        if hollow:
+            _leave_hole(shard, group)
+        else:
+            _write_data(shard, group, seed)
     return paths
 
 
@@ -251,6 +258,13 @@ def _write_data(path: Path, tensors: list[Tensor], seed: int) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # measure from the disk
 
 
+def _leave_hole(path: Path, tensors: list[Tensor]) -> None:
+    with open(path, "ab") as file:
+        _pad(file)
+        nbytes = sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+        file.truncate(file.tell() + nbytes)
+
+
 def _pad(file: BinaryIO) -> None:
     file.write(bytes(-file.tell() % ALIGNMENT))
 
@@ -284,6 +298,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     types.add_argument("--mix", choices=MIXES, help="types as llama-quantize mixes them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--split-nbytes", type=int, help="most bytes of tensors in one file")
+    parser.add_argument("--hollow", action="store_true", help="a hole in place of the tensors")
     return parser.parse_args(arguments)
 
 
@@ -307,6 +322,7 @@ def main(arguments: list[str]) -> int:
             mix=options.mix,
             seed=options.seed,
             split_nbytes=options.split_nbytes,
+            hollow=options.hollow,
         )
     except (OSError, ValueError) as error:
         print(f"synth_gguf: {error}", file=sys.stderr)

@@ -1,0 +1,119 @@
+"""The simulator against real sweeps: the same rows on board, and tokens, in each of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.costs import Load
+from engine.gguf_file import GgufFile
+from kernels.cpu import CpuOps
+from scripts import simulate
+from scripts.forced_ends import ForcedOps
+from scripts.simulated_job import END_ID, OTHER_ID, Outcome, open_simulated, run_job
+from scripts.simulated_machine import Machine
+from scripts.simulated_ops import RowEnds
+from scripts.simulated_rows import Mix, Rows, random_prompts
+from scripts.synth_gguf import Shape, write_model
+from tests.golden import GOLDEN
+from tests.test_row_window import run, start
+
+MODEL = GOLDEN / "llama-q4_0.gguf"
+CONFIG = EngineConfig(kv_type="f32", kv_memory_nbytes=1 << 20, sweep_tokens=64, num_threads=1)
+COSTS = {"layers_s": [[1, 0.5], [64, 1.0]], "link_nbytes_per_s": 1e6}
+NO_ENDS = RowEnds(np.zeros(1, np.int64), END_ID, OTHER_ID)
+
+
+def shape(outcome: Outcome) -> list[tuple[int, int, int]]:
+    return [(sweep.num_board, sweep.num_rows, sweep.num_tokens) for sweep in outcome.sweeps]
+
+
+def tailed_rows(num_rows: int, **prefixes: int) -> Rows:
+    prompts = random_prompts(num_rows, 70, 500, seed=3, **prefixes)
+    lengths = Mix(median=8, tail_from=30).draw(num_rows, 100, seed=4)
+    return Rows(prompts=prompts, lengths=lengths, max_tokens=np.full(num_rows, 100))
+
+
+def run_real(rows: Rows) -> tuple[Engine, Outcome]:
+    ops = ForcedOps(CpuOps(1), RowEnds(rows.lengths, END_ID, OTHER_ID))
+    with Engine(MODEL, CONFIG, ops=ops) as engine:
+        return engine, run_job(engine, rows)
+
+
+@pytest.mark.parametrize("prefixes", [{}, {"num_prefixes": 3, "prefix_tokens": 40}])
+@pytest.mark.parametrize("known", [False, True])
+def test_sweeps_are_those_of_a_real_engine(prefixes: dict[str, int], known: bool) -> None:
+    rows = tailed_rows(60, **prefixes)
+    rows = rows.known if known else rows
+    real, outcome = run_real(rows)
+    with open_simulated(MODEL, CONFIG, real.plan, rows) as engine:
+        simulated = run_job(engine, rows)
+    assert shape(simulated) == shape(outcome)
+    assert simulated.reused_tokens == outcome.reused_tokens
+    assert outcome.num_rows == len(rows)
+    assert outcome.output_tokens == rows.lengths.sum()
+    assert max(sweep.num_board for sweep in outcome.sweeps) < len(rows), "some had to wait"
+
+
+def test_sweeps_are_those_of_a_job(tmp_path: Path) -> None:
+    """Through the loop of an engine actor, from a Parquet file."""
+    texts = ["the " * 40 * (row % 2) + f"row {row} " * (1 + row % 6) for row in range(30)]
+    lengths = Mix(median=6, tail_from=30).draw(30, 60, seed=4)
+    ops = ForcedOps(CpuOps(1), RowEnds(lengths, END_ID, OTHER_ID))
+    params = SamplingParams(max_tokens=60, stop_token_ids=(END_ID,), ignore_eos=True)
+    command = start(tmp_path / "in.parquet", {"prompt": texts}, params=params, engine=CONFIG)
+    with Engine(MODEL, CONFIG, ops=ops) as real:
+        run(real, command)
+        prompts = [np.array(real.tokenizer.encode(text), np.int32) for text in texts]
+    rows = Rows(prompts=prompts, lengths=lengths, max_tokens=np.full(30, 60))
+    with open_simulated(MODEL, CONFIG, real.plan, rows) as engine:
+        simulated = run_job(engine, rows)
+    swept = [(record.num_rows, record.num_tokens) for record in real.sweeps.recent]
+    of_warm_up = 2
+    assert swept[of_warm_up:] == [(s.num_rows, s.num_tokens) for s in simulated.sweeps]
+
+
+def test_a_sweep_takes_the_longer_of_link_and_computing() -> None:
+    machine = Machine(layers_s=((0.0, 0.0), (64.0, 1.0)), link_nbytes_per_s=1e6)
+    with Engine(MODEL, CONFIG, ops=ForcedOps(CpuOps(1), NO_ENDS)) as engine:
+        plan = replace(engine.plan, streamed_nbytes=500_000)
+    pace = machine.pace(plan)
+    assert pace.sweep_s(Load(16, 0, 0, 16)) == (0.5, "link")
+    assert pace.sweep_s(Load(64, 0, 0, 64)) == (1.0, "compute")
+
+
+def test_prints_the_plan_and_its_neighbours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs, found = tmp_path / "costs.json", tmp_path / "found.json"
+    costs.write_text(json.dumps(COSTS))
+    arguments = ["--model", str(MODEL), "--costs", str(costs), "--kv-memory", "1MiB"]
+    arguments += ["--rows", "20", "--prompt-tokens", "30", "--output-tokens", "10"]
+    assert simulate.main([*arguments, "--neighbours", "--json", str(found)]) == 0
+    records = json.loads(found.read_text())
+    assert len(records) > 3
+    assert all(record["computed_tokens"] == 600 for record in records)
+    assert len(capsys.readouterr().out.splitlines()) == len(records) + 1
+
+
+def test_costs_that_say_something_else_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({**COSTS, "warp_factor": 9}))
+    assert simulate.main(["--model", str(MODEL), "--costs", str(costs)]) == 1
+    assert "warp_factor" in capsys.readouterr().err
+
+
+def test_a_hollow_model_has_the_header_and_the_size_of_a_whole_one(tmp_path: Path) -> None:
+    shape = Shape(num_layers=2, hidden=64, ffn=128, num_heads=4, vocab_size=400)
+    whole, hollow = tmp_path / "whole.gguf", tmp_path / "hollow.gguf"
+    write_model(whole, shape)
+    write_model(hollow, shape, hollow=True)
+    assert hollow.stat().st_size == whole.stat().st_size
+    assert GgufFile.open(hollow).tensors == GgufFile.open(whole).tensors
