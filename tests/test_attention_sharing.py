@@ -52,7 +52,9 @@ def sweep(
 ) -> tuple[bytes, SweepPlan]:
     """Store what lies before the spans, then attend: the output's bytes and the sweep's plan."""
     lengths, head = [len(x) for x in case.qkv], case.head
-    pool = ops.kv_pool(case.shape, num_pages=int(table.max()) + 1, kv_type=kv_type)
+    pool = ops.kv_pool(
+        case.shape, num_pages=int(table.max()) + 1, kv_type=kv_type, num_rows=len(lengths)
+    )
     rows = range(len(spans))
     stored = [(row, 0, spans[row][0]) for row in rows if spans[row][0]]
     out, plan = poisoned(0, 0), None
@@ -121,6 +123,25 @@ def test_a_shared_page_is_read_once_for_the_rows_of_a_task(teams: dict[int, CpuO
     assert out == expected
     assert pages_read(plan) == num_kv_heads * rows * all_pages
     assert pages_read(sharing) == num_kv_heads * (tasks * whole + rows * (all_pages - whole))
+
+
+def test_pages_of_integers_are_shared_once_they_are_closed(teams: dict[int, CpuOps]) -> None:
+    """Spans that begin inside a page end in it, as they must with KV of 8 bits."""
+    prefix = 330
+    tails = [(0, 1), (0, 1), (5, 22), (10, 22), (22, 100), (54, 55), (0, 1)]
+    spans = [(prefix + begin, prefix + end) for begin, end in tails]
+    case = attention_case(
+        np.random.default_rng(4), [end for _, end in spans], num_heads=6, num_kv_heads=2,
+        key_length=32, value_length=32,
+    )  # fmt: skip
+    common = [prefix] * 6 + [0]
+    case = alike(case, common, [0] * 7)
+    shared, separate = tables(case, common, [0] * 7)
+    expected, plan = sweep(teams[1], case, spans, separate, "int8")
+    for ops in teams.values():
+        out, sharing = sweep(ops, case, spans, shared, "int8")
+        assert out == expected
+        assert pages_read(sharing) < pages_read(plan)
 
 
 @st.composite

@@ -33,17 +33,18 @@ from kernels.cpu.jit import (
     I32_MATRIX,
     I32_VECTOR,
     I64,
-    I64_MATRIX,
     I64_VECTOR,
     inlined,
-    kernel,
+    kernel_for_kv,
 )
 from kernels.cpu.kv import (
     KV_TYPES,
     NEW_PAGES,
     PAGE,
-    Kv,
     key_page,
+    layer_kv,
+    pool_head,
+    position_of,
     read_keys,
     read_values,
     value_page,
@@ -77,45 +78,51 @@ def scratch_len(group: int, key_length: int, value_stride: int) -> int:
     return rows * (key_length + BLOCK + 2 * value_stride + 4) + PAGE * (key_length + value_stride)
 
 
-# Columns of a visit: page of the row, a piece that has it, its first row in scratch, and the
-# tokens of all pieces that go through the page together.
-_NUMBER, _PIECE, _ROW, _TOKENS = range(4)
-VISITS_SHAPE = (BLOCK // PAGE * TASK_ROWS, 4)
+# Columns of a visit: the page's first position; its head in the pool; a token whose own page it
+# is, or -1; the first of the rows in scratch that go through it together, their tokens, and the
+# position of the first of these: the others follow it, or lie past the page as well.
+_START, _HEAD, _OWN, _ROW, _TOKENS, _FIRST, _COLUMNS = range(7)
+VISITS_LEN = BLOCK // PAGE * TASK_ROWS * _COLUMNS
 
 
 class _Sweep(NamedTuple):
-    """What all tasks of a sweep share. length: of a key; stride: of a value, as stored"""
+    """What all tasks of a sweep share. pieces: a pointer; itemsize: of keys and values"""
 
     pieces: Any
     kv: Any
     group: Any
-    length: Any
-    stride: Any
+    itemsize: Any
+
+
+@inlined
+def _first_token(c: Any, piece: int) -> Any:
+    return np.int64(get(c.pieces, 3 * piece))
+
+
+@inlined
+def _end_token(c: Any, piece: int) -> Any:
+    return np.int64(get(c.pieces, 3 * piece + 1))
+
+
+@inlined
+def _num_shared(c: Any, piece: int) -> Any:
+    """Positions that the piece has in common with the one before it."""
+    return np.int64(get(c.pieces, 3 * piece + 2))
 
 
 @inlined
 def _num_tokens(c: Any, piece: int) -> Any:
-    return np.int64(c.pieces[piece, 1]) - np.int64(c.pieces[piece, 0])
+    return _end_token(c, piece) - _first_token(c, piece)
 
 
 @inlined
 def _first_position(c: Any, piece: int) -> Any:
-    return np.int64(c.kv.positions[c.pieces[piece, 0]])
+    return position_of(c.kv, _first_token(c, piece))
 
 
 @inlined
 def _end_position(c: Any, piece: int) -> Any:
     return _first_position(c, piece) + _num_tokens(c, piece)
-
-
-@inlined
-def _key_page(c: Any, kv_head: int, piece: int, number: int) -> Any:
-    return bytes_of(key_page(c.kv, np.int64(c.pieces[piece, 0]), number, kv_head))
-
-
-@inlined
-def _value_page(c: Any, kv_head: int, piece: int, number: int) -> Any:
-    return bytes_of(value_page(c.kv, np.int64(c.pieces[piece, 0]), number, kv_head))
 
 
 @inlined
@@ -237,12 +244,12 @@ def _start(s: Any, c: Any, q: Any, kv_head: int, begin: int, end: int) -> Any:
 
     Returns the position after the last.
     """
-    width, stride, row, longest = c.group * c.length, c.stride, 0, 0
+    width, stride, row, longest = c.group * c.kv.key_length, c.kv.stride, 0, 0
     for piece in range(begin, end):
-        for token in range(c.pieces[piece, 0], c.pieces[piece, 1]):
-            source = pointer(q, np.int64(token) * q.shape[1] + kv_head * width)
+        for token in range(_first_token(c, piece), _end_token(c, piece)):
+            source = pointer(q, token * q.shape[1] + kv_head * width)
             for i in range(width):
-                put(s.queries, row * c.length + i, get(source, i))
+                put(s.queries, row * c.kv.key_length + i, get(source, i))
             row += c.group
         longest = max(longest, _end_position(c, piece))
     for i in range(row * stride):
@@ -268,7 +275,6 @@ def _weigh_page(
 ) -> None:
     """Add the page from position `start` on to the sums of the rows from `row` on.
 
-    first: position of the first of the tokens; the others follow it, or lie past the page as well
     Only positions up to a query's own take part: tokens that see the whole page go together,
     those that end inside it one by one.
     """
@@ -284,22 +290,29 @@ def _weigh_page(
 
 
 @inlined
-def _list_visits(c: Any, begin: int, end: int, block: int, visits: Any) -> Any:
+def _list_visits(c: Any, kv_head: int, begin: int, end: int, block: int, visits: Any) -> Any:
     """Note the pages of positions [block, block + 256) that pieces [begin, end) go through.
 
     Returns their number.
     """
     count = 0
-    for number in range(block // PAGE, (block + BLOCK) // PAGE):
+    for start in range(block, block + BLOCK, PAGE):
         row, piece = 0, begin
         while piece < end:
             until, tokens = piece + 1, _num_tokens(c, piece)
-            while until < end and number * PAGE < c.pieces[until, 2]:
+            while until < end and start < _num_shared(c, until):
                 tokens += _num_tokens(c, until)
                 until += 1
-            if number * PAGE < _end_position(c, piece):
-                visits[count, _NUMBER], visits[count, _PIECE] = number, piece
-                visits[count, _ROW], visits[count, _TOKENS] = row, tokens
+            first = _first_position(c, piece)
+            if start < first + _num_tokens(c, piece):
+                token = _first_token(c, piece)
+                visit = advance(visits, count * _COLUMNS)
+                put(visit, _START, start)
+                put(visit, _HEAD, pool_head(c.kv, token, start // PAGE, kv_head))
+                put(visit, _OWN, token if first < start + PAGE else -1)
+                put(visit, _ROW, row)
+                put(visit, _TOKENS, tokens)
+                put(visit, _FIRST, first)
                 count += 1
             row += tokens * c.group
             piece = until
@@ -309,43 +322,39 @@ def _list_visits(c: Any, begin: int, end: int, block: int, visits: Any) -> Any:
 @inlined
 def _score_block(s: Any, c: Any, kv_head: int, visits: Any, count: int) -> None:
     """The scores of all rows of a task, page by page."""
-    length, itemsize = c.length, c.kv.arrays.keys.itemsize
+    length, itemsize = c.kv.key_length, c.itemsize
     for i in range(count):
-        number, piece, row = visits[i, _NUMBER], visits[i, _PIECE], visits[i, _ROW]
+        visit, following = advance(visits, i * _COLUMNS), advance(visits, (i + 1) * _COLUMNS)
         if i + 1 < count:
-            ahead = _key_page(c, kv_head, visits[i + 1, _PIECE], visits[i + 1, _NUMBER])
+            ahead = bytes_of(key_page(c.kv, get(following, _HEAD)))
         else:
-            ahead = _value_page(c, kv_head, visits[0, _PIECE], visits[0, _NUMBER])
-        token = np.int64(c.pieces[piece, 0])
-        keys = read_keys(c.kv.arrays.keys, c.kv, token, number, kv_head, s.key_page)
-        scores = advance(s.scores, row * BLOCK + number * PAGE % BLOCK)
-        queries, rows = advance(s.queries, row * length), visits[i, _TOKENS] * c.group
+            ahead = bytes_of(value_page(c.kv, get(visits, _HEAD)))
+        head, own, row = get(visit, _HEAD), get(visit, _OWN), get(visit, _ROW)
+        keys = read_keys(c.kv.keys, c.kv, head, own, kv_head, s.key_page)
+        scores = advance(s.scores, row * BLOCK + get(visit, _START) % BLOCK)
+        queries, rows = advance(s.queries, row * length), get(visit, _TOKENS) * c.group
         _scores(queries, rows, length, keys, scores, ahead, itemsize)
 
 
 @inlined
 def _weigh_block(s: Any, c: Any, kv_head: int, visits: Any, count: int, after: Any) -> None:
     """The sums of all rows of a task, page by page. after: the page that is needed next"""
-    stride, itemsize = c.stride, c.kv.arrays.values.itemsize
     for i in range(count):
-        number, piece, row = visits[i, _NUMBER], visits[i, _PIECE], visits[i, _ROW]
-        if i + 1 < count:
-            ahead = _value_page(c, kv_head, visits[i + 1, _PIECE], visits[i + 1, _NUMBER])
-        else:
-            ahead = after
-        token = np.int64(c.pieces[piece, 0])
-        values = read_values(c.kv.arrays.keys, c.kv, token, number, kv_head, s.value_page)
+        visit, following = advance(visits, i * _COLUMNS), advance(visits, (i + 1) * _COLUMNS)
+        ahead = bytes_of(value_page(c.kv, get(following, _HEAD))) if i + 1 < count else after
+        head, own = get(visit, _HEAD), get(visit, _OWN)
+        values = read_values(c.kv.keys, c.kv, head, own, kv_head, s.value_page)
         _weigh_page(
             s,
             values,
-            number * PAGE,
-            _first_position(c, piece),
-            visits[i, _TOKENS],
+            get(visit, _START),
+            get(visit, _FIRST),
+            get(visit, _TOKENS),
             c.group,
-            row,
-            stride,
+            get(visit, _ROW),
+            c.kv.stride,
             ahead,
-            itemsize,
+            c.itemsize,
         )
 
 
@@ -365,8 +374,8 @@ def _block(
 
     Returns how many pages were read.
     """
-    stride = c.stride
-    count = _list_visits(c, begin, end, block, visits)
+    stride = c.kv.stride
+    count = _list_visits(c, kv_head, begin, end, block, visits)
     _score_block(s, c, kv_head, visits, count)
     row = 0
     for piece in range(begin, end):
@@ -392,12 +401,20 @@ def _block(
 
 
 @inlined
+def _keys_at(c: Any, kv_head: int, piece: int, position: int) -> Any:
+    """The page of keys at a position of a piece's row, or its last where it ends before."""
+    number = min(position, _end_position(c, piece) - 1) // PAGE
+    head = pool_head(c.kv, _first_token(c, piece), number, kv_head)
+    return bytes_of(key_page(c.kv, head))
+
+
+@inlined
 def _finish(s: Any, c: Any, kv_head: int, begin: int, end: int, length: int, out: Any) -> None:
     """out = o / l, for one KV head's group of each token; length: of a value."""
-    stride, row = c.stride, 0
+    stride, row = c.kv.stride, 0
     for piece in range(begin, end):
-        for token in range(c.pieces[piece, 0], c.pieces[piece, 1]):
-            head = pointer(out, np.int64(token) * out.shape[1] + kv_head * c.group * length)
+        for token in range(_first_token(c, piece), _end_token(c, piece)):
+            head = pointer(out, token * out.shape[1] + kv_head * c.group * length)
             for h in range(c.group):
                 target, total = advance(head, h * length), get(s.totals, row)
                 for d in range(length):
@@ -413,9 +430,9 @@ def _num_rows(c: Any, begin: int, end: int) -> Any:
     return rows
 
 
-@kernel(
-    *[
-        types.boolean(
+@kernel_for_kv(
+    {
+        kv_type: types.boolean(
             I64_VECTOR,
             I64,
             I64,
@@ -433,11 +450,11 @@ def _num_rows(c: Any, begin: int, end: int) -> Any:
             I32_MATRIX,
             F32_MATRIX,
             F32_VECTOR,
-            I64_MATRIX,
+            I64_VECTOR,
             I64_VECTOR,
         )
-        for arrays in KV_TYPES
-    ]
+        for kv_type, arrays in KV_TYPES.items()
+    }
 )
 def attention(
     barrier: Any,
@@ -467,7 +484,7 @@ def attention(
         pages before its tokens, the piece has in the same pages as the piece before it; tokens
         of a piece belong to one row and are consecutive
     arrays, new_pages, page_of: see `KvArrays` and `SweepPlan`
-    visits: scratch of VISITS_SHAPE
+    visits: scratch, (VISITS_LEN,)
     pages_read: (num_workers,), counts the pages that each has read, for every KV head
     """
     if not wait_for_all(barrier, num_workers):
@@ -475,8 +492,8 @@ def attention(
     length, stride = arrays.keys.shape[3], arrays.values.shape[4]
     group = num_heads // arrays.keys.shape[2]
     scale = np.float32(1.0 / np.sqrt(np.float64(length)))
-    kv = Kv(arrays, new_pages, page_of, positions, rows, page_table, layer)
-    c = _Sweep(pieces, kv, group, length, stride)
+    kv = layer_kv(arrays, new_pages, page_of, positions, rows, page_table, layer)
+    c = _Sweep(pointer(pieces, 0), kv, group, arrays.keys.itemsize)
     count = 0
     for number in range(len(tasks)):
         kv_head = np.int64(tasks[number, 0])
@@ -484,13 +501,11 @@ def attention(
         s = _carve(scratch, _num_rows(c, begin, end), length, stride)
         longest = _start(s, c, q, kv_head, begin, end)
         then = tasks[min(number + 1, len(tasks) - 1)]
-        next_task = _key_page(c, np.int64(then[0]), np.int64(then[1]), 0)
+        next_task = _keys_at(c, np.int64(then[0]), np.int64(then[1]), 0)
         for block in range(0, longest, BLOCK):
-            # The first piece may end before this block: what is asked for then is not needed.
-            following = min(block + BLOCK, _end_position(c, begin) - 1) // PAGE
             is_last = block + BLOCK >= longest
-            after = next_task if is_last else _key_page(c, kv_head, begin, following)
-            count += _block(s, c, kv_head, begin, end, block, scale, visits, after)
+            after = next_task if is_last else _keys_at(c, kv_head, begin, block + BLOCK)
+            count += _block(s, c, kv_head, begin, end, block, scale, pointer(visits, 0), after)
         _finish(s, c, kv_head, begin, end, value_length, out)
     pages_read[worker] += count
     return leave_in_turn(barrier, worker, num_workers)

@@ -14,7 +14,7 @@ from kernels.choices import Choices, Edits, Rows
 from kernels.cpu import attention, kv, pointwise, product, sampling
 from kernels.cpu.barrier import barrier
 from kernels.cpu.buffers import give_back, zeros
-from kernels.cpu.jit import compile_all
+from kernels.cpu.jit import compile_all, compile_for_kv
 from kernels.cpu.matrix import CpuMatrix, quantised_matrix
 from kernels.cpu.pages import (
     DEFAULT_KV_TYPE,
@@ -89,7 +89,7 @@ class CpuOps:
         self._product_scratch = self._scratch(product.SCRATCH_LEN)
         self._attention_scratch = self._scratch(0)
         self._visits = tuple(
-            np.empty(attention.VISITS_SHAPE, np.int64) for _ in range(self.num_workers)
+            np.empty(attention.VISITS_LEN, np.int64) for _ in range(self.num_workers)
         )
         self._new_pages = zeros((0,), np.uint16)
 
@@ -162,6 +162,7 @@ class CpuOps:
     def kv_pool(
         self, shape: KvShape, *, num_pages: int, kv_type: KvType, num_rows: int = 0
     ) -> CpuKvPool:
+        compile_for_kv(kv_type)
         outer, is_int8 = (shape.num_layers, num_pages, shape.num_kv_heads), kv_type == "int8"
         rows = (shape.num_layers, num_rows if is_int8 else 0, shape.num_kv_heads)
         arrays = KvArrays(

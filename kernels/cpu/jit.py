@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 import numba
 import platformdirs
 from numba import types
+
+from kernels.ops import KvType
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
 
@@ -33,6 +35,7 @@ F32_MATRIX = types.Array(types.float32, 2, "C")
 F32_PANELS = types.Array(types.float32, 3, "C")
 
 _kernels: list[tuple[Any, list[Any]]] = []
+_kernels_for_kv: dict[KvType, list[tuple[Any, Any]]] = {}
 
 
 def _source_hash() -> str:
@@ -82,8 +85,32 @@ def kernel(*signatures: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
+def kernel_for_kv(signatures: Mapping[KvType, Any]) -> Callable[[Callable[..., Any]], Any]:
+    """A kernel on a KV cache, with a signature for each type; see `compile_for_kv`."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        with _our_cache_folder():
+            dispatcher = numba.njit(cache=True, **_OPTIONS)(function)
+        for kv_type, signature in signatures.items():
+            _kernels_for_kv.setdefault(kv_type, []).append((dispatcher, signature))
+        return dispatcher
+
+    return decorate
+
+
+def compile_for_kv(kv_type: KvType) -> None:
+    """Load or compile the kernels of one type of KV cache; most jobs need no other."""
+    waiting = _kernels_for_kv.get(kv_type, [])
+    while waiting:
+        dispatcher, signature = waiting[-1]
+        dispatcher.disable_compile(False)
+        dispatcher.compile(signature)
+        dispatcher.disable_compile()
+        waiting.pop()
+
+
 def compile_all() -> None:
-    """Load or compile every kernel; from then on a call with other types is an error."""
+    """Load or compile every kernel without a KV cache; a call with other types is an error."""
     while _kernels:
         dispatcher, signatures = _kernels[-1]
         for signature in signatures:

@@ -13,9 +13,10 @@ from numba import types
 from numba.extending import overload
 
 from kernels.cpu.barrier import wait_for_all
-from kernels.cpu.jit import I32_MATRIX, I32_VECTOR, I64, I64_VECTOR, inlined, kernel
+from kernels.cpu.jit import I32_MATRIX, I32_VECTOR, I64, I64_VECTOR, inlined, kernel_for_kv
 from kernels.cpu.memory import advance, get, load_value, pointer, put, store_value
 from kernels.cpu.pages import KvArrays
+from kernels.ops import KvType
 
 PAGE = 32  # tokens of a KV page
 MOST = np.float32(127.0)  # magnitude of an integer
@@ -29,65 +30,102 @@ def _arrays(element: Any) -> Any:
     return types.NamedTuple([array, array, _HALF_ARRAY, _HALF_ARRAY], KvArrays)
 
 
-KV_INT8 = _arrays(types.int8)
-KV_TYPES = (_arrays(types.float32), _arrays(types.uint16), KV_INT8)
+KV_TYPES: dict[KvType, Any] = {
+    "f32": _arrays(types.float32),
+    "f16": _arrays(types.uint16),
+    "int8": _arrays(types.int8),
+}
 
 
 class Kv(NamedTuple):
-    """One layer's cache, as a sweep sees it.
+    """One layer's cache as a sweep sees it, in pointers: see `KvArrays`, `SweepPlan` and `Batch`.
 
-    arrays, new_pages, page_of: see `KvArrays` and `SweepPlan`
-    positions, rows, page_table: of the batch
+    max_pages: width of the page table
     """
 
-    arrays: Any
+    keys: Any
+    values: Any
+    scales: Any
+    open_pages: Any
     new_pages: Any
     page_of: Any
     positions: Any
     rows: Any
     page_table: Any
     layer: Any
+    num_pages: Any
+    num_rows: Any
+    max_pages: Any
+    num_heads: Any
+    key_length: Any
+    stride: Any
+
+
+@inlined
+def layer_kv(
+    arrays: Any,
+    new_pages: Any,
+    page_of: Any,
+    positions: Any,
+    rows: Any,
+    page_table: Any,
+    layer: int,
+) -> Any:
+    """The cache of one layer."""
+    return Kv(
+        pointer(arrays.keys, 0),
+        pointer(arrays.values, 0),
+        pointer(arrays.scales, 0),
+        pointer(arrays.open_pages, 0),
+        pointer(new_pages, 0),
+        pointer(page_of, 0),
+        pointer(positions, 0),
+        pointer(rows, 0),
+        pointer(page_table, 0),
+        layer,
+        arrays.keys.shape[1],
+        arrays.open_pages.shape[1],
+        page_table.shape[1],
+        arrays.keys.shape[2],
+        arrays.keys.shape[3],
+        arrays.values.shape[4],
+    )
+
+
+@inlined
+def position_of(kv: Any, token: int) -> Any:
+    return np.int64(get(kv.positions, token))
 
 
 @inlined
 def pool_head(kv: Any, token: int, number: int, kv_head: int) -> Any:
     """Flat index of page `number` of a token's row, in layers, pages and heads."""
-    keys = kv.arrays.keys
-    page = np.int64(kv.page_table[kv.rows[token], number])
-    return (kv.layer * keys.shape[1] + page) * keys.shape[2] + kv_head
+    row = np.int64(get(kv.rows, token))
+    page = np.int64(get(kv.page_table, row * kv.max_pages + number))
+    return (kv.layer * kv.num_pages + page) * kv.num_heads + kv_head
 
 
 @inlined
-def key_page(kv: Any, token: int, number: int, kv_head: int) -> Any:
-    """The keys of a page in the pool."""
-    return pointer(kv.arrays.keys, pool_head(kv, token, number, kv_head) * _keys_len(kv))
+def key_page(kv: Any, head: int) -> Any:
+    """The keys of a page in the pool; head: see `pool_head`."""
+    return advance(kv.keys, head * kv.key_length * PAGE)
 
 
 @inlined
-def value_page(kv: Any, token: int, number: int, kv_head: int) -> Any:
-    """The values of a page in the pool."""
-    return pointer(kv.arrays.values, pool_head(kv, token, number, kv_head) * _values_len(kv))
-
-
-@inlined
-def _keys_len(kv: Any) -> Any:
-    return kv.arrays.keys.shape[3] * PAGE
-
-
-@inlined
-def _values_len(kv: Any) -> Any:
-    return kv.arrays.values.shape[4] * PAGE
+def value_page(kv: Any, head: int) -> Any:
+    """The values of a page in the pool; head: see `pool_head`."""
+    return advance(kv.values, head * kv.stride * PAGE)
 
 
 @inlined
 def half_page(kv: Any, token: int, kv_head: int) -> Any:
     """The page of a token's own position in float16, keys before values."""
-    heads, length = kv.arrays.keys.shape[2], _keys_len(kv) + _values_len(kv)
-    new = np.int64(kv.page_of[token])
+    length = (kv.key_length + kv.stride) * PAGE
+    new = np.int64(get(kv.page_of, token))
     if new >= 0:
-        return pointer(kv.new_pages, (new * heads + kv_head) * length)
-    row = kv.layer * kv.arrays.open_pages.shape[1] + np.int64(kv.rows[token])
-    return pointer(kv.arrays.open_pages, (row * heads + kv_head) * length)
+        return advance(kv.new_pages, (new * kv.num_heads + kv_head) * length)
+    row = kv.layer * kv.num_rows + np.int64(get(kv.rows, token))
+    return advance(kv.open_pages, (row * kv.num_heads + kv_head) * length)
 
 
 # ---- by type of cache: the bodies follow --------------------------------------------------------
@@ -103,19 +141,24 @@ def own_value_page(keys: Any, kv: Any, token: int, kv_head: int) -> Any:
     raise NotImplementedError
 
 
-def read_keys(keys: Any, kv: Any, token: Any, number: Any, kv_head: Any, scratch: Any) -> Any:
-    """A page's keys as float32: in their place, or converted into scratch."""
+def read_keys(keys: Any, kv: Any, head: Any, own: Any, kv_head: Any, scratch: Any) -> Any:
+    """A page's keys as float32: in their place, or converted into scratch.
+
+    head: see `pool_head`
+    own: a token whose own page it is, -1 where all of it lies before the tokens that read it
+    """
     raise NotImplementedError
 
 
-def read_values(keys: Any, kv: Any, token: Any, number: Any, kv_head: Any, scratch: Any) -> Any:
-    """A page's values as float32: in their place, or converted into scratch."""
+def read_values(keys: Any, kv: Any, head: Any, own: Any, kv_head: Any, scratch: Any) -> Any:
+    """A page's values, in the same way."""
     raise NotImplementedError
 
 
 def _own_key_page(keys: Any, kv: Any, token: int, kv_head: int) -> Any:
     def in_pool(keys: Any, kv: Any, token: int, kv_head: int) -> Any:
-        return key_page(kv, token, np.int64(kv.positions[token]) // PAGE, kv_head)
+        number = position_of(kv, token) // PAGE
+        return key_page(kv, pool_head(kv, token, number, kv_head))
 
     def in_halves(keys: Any, kv: Any, token: int, kv_head: int) -> Any:
         return half_page(kv, token, kv_head)
@@ -125,10 +168,11 @@ def _own_key_page(keys: Any, kv: Any, token: int, kv_head: int) -> Any:
 
 def _own_value_page(keys: Any, kv: Any, token: int, kv_head: int) -> Any:
     def in_pool(keys: Any, kv: Any, token: int, kv_head: int) -> Any:
-        return value_page(kv, token, np.int64(kv.positions[token]) // PAGE, kv_head)
+        number = position_of(kv, token) // PAGE
+        return value_page(kv, pool_head(kv, token, number, kv_head))
 
     def in_halves(keys: Any, kv: Any, token: int, kv_head: int) -> Any:
-        return advance(half_page(kv, token, kv_head), _keys_len(kv))
+        return advance(half_page(kv, token, kv_head), kv.key_length * PAGE)
 
     return in_halves if keys.dtype == types.int8 else in_pool
 
@@ -147,8 +191,7 @@ def _convert(halves: Any, count: int, scratch: Any) -> Any:
 @inlined
 def _scale(kv: Any, head: int, number: int) -> Any:
     """Pointer to scale `number` of a page and head."""
-    scales = kv.arrays.scales
-    return pointer(scales, head * scales.shape[3] + number)
+    return advance(kv.scales, head * (kv.key_length + PAGE) + number)
 
 
 @inlined
@@ -162,43 +205,34 @@ def _multiply(integers: Any, scales: Any, lines: int, width: int, scratch: Any) 
     return scratch
 
 
-@inlined
-def _is_own(kv: Any, token: int, number: int) -> Any:
-    return np.int64(kv.positions[token]) // PAGE == number
+def _read_keys(keys: Any, kv: Any, head: Any, own: Any, kv_head: Any, scratch: Any) -> Any:
+    def floats(keys: Any, kv: Any, head: Any, own: Any, kv_head: Any, scratch: Any) -> Any:
+        return key_page(kv, head)
 
+    def halves(keys: Any, kv: Any, head: Any, own: Any, kv_head: Any, scratch: Any) -> Any:
+        return _convert(key_page(kv, head), kv.key_length * PAGE, scratch)
 
-def _read_keys(keys: Any, kv: Any, token: Any, number: Any, kv_head: Any, scratch: Any) -> Any:
-    def floats(keys: Any, kv: Any, token: Any, number: Any, kv_head: Any, scratch: Any) -> Any:
-        return key_page(kv, token, number, kv_head)
-
-    def halves(keys: Any, kv: Any, token: Any, number: Any, kv_head: Any, scratch: Any) -> Any:
-        return _convert(key_page(kv, token, number, kv_head), _keys_len(kv), scratch)
-
-    def integers(keys: Any, kv: Any, token: Any, number: Any, kv_head: Any, scratch: Any) -> Any:
-        if _is_own(kv, token, number):
-            return _convert(half_page(kv, token, kv_head), _keys_len(kv), scratch)
-        page = key_page(kv, token, number, kv_head)
-        scales = _scale(kv, pool_head(kv, token, number, kv_head), 0)
-        return _multiply(page, scales, kv.arrays.keys.shape[3], PAGE, scratch)
+    def integers(keys: Any, kv: Any, head: Any, own: Any, kv_head: Any, scratch: Any) -> Any:
+        if own >= 0:
+            return _convert(half_page(kv, own, kv_head), kv.key_length * PAGE, scratch)
+        return _multiply(key_page(kv, head), _scale(kv, head, 0), kv.key_length, PAGE, scratch)
 
     return {types.float32: floats, types.uint16: halves, types.int8: integers}[keys.dtype]
 
 
-def _read_values(keys: Any, kv: Any, token: Any, number: Any, kv_head: Any, scratch: Any) -> Any:
-    def floats(keys: Any, kv: Any, token: Any, number: Any, kv_head: Any, scratch: Any) -> Any:
-        return value_page(kv, token, number, kv_head)
+def _read_values(keys: Any, kv: Any, head: Any, own: Any, kv_head: Any, scratch: Any) -> Any:
+    def floats(keys: Any, kv: Any, head: Any, own: Any, kv_head: Any, scratch: Any) -> Any:
+        return value_page(kv, head)
 
-    def halves(keys: Any, kv: Any, token: Any, number: Any, kv_head: Any, scratch: Any) -> Any:
-        return _convert(value_page(kv, token, number, kv_head), _values_len(kv), scratch)
+    def halves(keys: Any, kv: Any, head: Any, own: Any, kv_head: Any, scratch: Any) -> Any:
+        return _convert(value_page(kv, head), kv.stride * PAGE, scratch)
 
-    def integers(keys: Any, kv: Any, token: Any, number: Any, kv_head: Any, scratch: Any) -> Any:
-        if _is_own(kv, token, number):
-            page = advance(half_page(kv, token, kv_head), _keys_len(kv))
-            return _convert(page, _values_len(kv), scratch)
-        head = pool_head(kv, token, number, kv_head)
-        scales = _scale(kv, head, kv.arrays.keys.shape[3])
-        page = value_page(kv, token, number, kv_head)
-        return _multiply(page, scales, PAGE, kv.arrays.values.shape[4], scratch)
+    def integers(keys: Any, kv: Any, head: Any, own: Any, kv_head: Any, scratch: Any) -> Any:
+        if own >= 0:
+            page = advance(half_page(kv, own, kv_head), kv.key_length * PAGE)
+            return _convert(page, kv.stride * PAGE, scratch)
+        scales = _scale(kv, head, kv.key_length)
+        return _multiply(value_page(kv, head), scales, PAGE, kv.stride, scratch)
 
     return {types.float32: floats, types.uint16: halves, types.int8: integers}[keys.dtype]
 
@@ -230,21 +264,23 @@ def _quantise_line(halves: Any, width: int, scale: Any, integers: Any) -> None:
         put(integers, i, np.int8(np.rint(quotient)))
 
 
-@kernel(
-    types.boolean(
-        I64_VECTOR,
-        I64,
-        I64,
-        I32_VECTOR,
-        KV_INT8,
-        NEW_PAGES,
-        I32_VECTOR,
-        I64,
-        I64,
-        I32_VECTOR,
-        I32_VECTOR,
-        I32_MATRIX,
-    )
+@kernel_for_kv(
+    {
+        "int8": types.boolean(
+            I64_VECTOR,
+            I64,
+            I64,
+            I32_VECTOR,
+            KV_TYPES["int8"],
+            NEW_PAGES,
+            I32_VECTOR,
+            I64,
+            I64,
+            I32_VECTOR,
+            I32_VECTOR,
+            I32_MATRIX,
+        )
+    }
 )
 def close_pages(
     barrier: Any,
@@ -266,21 +302,18 @@ def close_pages(
     """
     if not wait_for_all(barrier, num_workers):
         return False
-    kv = Kv(arrays, new_pages, page_of, positions, rows, page_table, layer)
-    length, stride, heads = arrays.keys.shape[3], arrays.values.shape[4], arrays.keys.shape[2]
-    total = len(closing) * heads
+    kv = layer_kv(arrays, new_pages, page_of, positions, rows, page_table, layer)
+    total = len(closing) * kv.num_heads
     for task in range(total * worker // num_workers, total * (worker + 1) // num_workers):
-        token, kv_head = np.int64(closing[task // heads]), task % heads
-        number = np.int64(positions[token]) // PAGE
-        halves = half_page(kv, token, kv_head)
-        scales = _scale(kv, pool_head(kv, token, number, kv_head), 0)
-        keys = key_page(kv, token, number, kv_head)
-        for d in range(length):
-            key, scale = advance(halves, d * PAGE), advance(scales, d)
-            _quantise_line(key, PAGE, scale, advance(keys, d * PAGE))
-        halves, scales = advance(halves, length * PAGE), advance(scales, length)
-        values = value_page(kv, token, number, kv_head)
+        token, kv_head = np.int64(closing[task // kv.num_heads]), task % kv.num_heads
+        head = pool_head(kv, token, position_of(kv, token) // PAGE, kv_head)
+        halves, scales = half_page(kv, token, kv_head), _scale(kv, head, 0)
+        for d in range(kv.key_length):
+            key, integers = advance(halves, d * PAGE), advance(key_page(kv, head), d * PAGE)
+            _quantise_line(key, PAGE, advance(scales, d), integers)
+        halves, scales = advance(halves, kv.key_length * PAGE), advance(scales, kv.key_length)
         for t in range(PAGE):
-            value, scale = advance(halves, t * stride), advance(scales, t)
-            _quantise_line(value, value_length, scale, advance(values, t * stride))
+            value = advance(halves, t * kv.stride)
+            integers = advance(value_page(kv, head), t * kv.stride)
+            _quantise_line(value, value_length, advance(scales, t), integers)
     return True

@@ -75,8 +75,9 @@ def prefix_order(batch: Batch) -> tuple[Int64, Int64]:
     tables = batch.page_table[batch.rows[batch.segments[:, 0]]]
     before = first_positions(batch) // PAGE_TOKENS
     _, groups, sizes = np.unique(tables[:, 0], return_inverse=True, return_counts=True)
-    sharing = np.flatnonzero((sizes[groups] > 1) & (before > 0))
-    order = np.concatenate([np.setdiff1d(np.arange(len(tables)), sharing), sharing])
+    is_sharing = (sizes[groups] > 1) & (before > 0)
+    sharing = np.flatnonzero(is_sharing)
+    order = np.concatenate([np.flatnonzero(~is_sharing), sharing])
     common = np.zeros(len(tables), np.int64)
     if len(sharing) < 2:
         return order, common

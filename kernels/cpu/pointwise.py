@@ -21,8 +21,17 @@ from kernels.cpu.jit import (
     I64,
     inlined,
     kernel,
+    kernel_for_kv,
 )
-from kernels.cpu.kv import KV_TYPES, NEW_PAGES, PAGE, Kv, own_key_page, own_value_page
+from kernels.cpu.kv import (
+    KV_TYPES,
+    NEW_PAGES,
+    PAGE,
+    layer_kv,
+    own_key_page,
+    own_value_page,
+    position_of,
+)
 from kernels.cpu.memory import (
     advance,
     bits_to_float,
@@ -148,9 +157,9 @@ def _head(
     _rotate(target, cos, sin, pairs, halves)
 
 
-@kernel(
-    *[
-        types.void(
+@kernel_for_kv(
+    {
+        kv_type: types.void(
             I64,
             I64,
             F32_INPUT_MATRIX,
@@ -171,8 +180,8 @@ def _head(
             F32_MATRIX,
             F32_VECTOR,
         )
-        for arrays in KV_TYPES
-    ]
+        for kv_type, arrays in KV_TYPES.items()
+    }
 )
 def rope_store(
     begin: int,
@@ -200,18 +209,14 @@ def rope_store(
     q_norm, k_norm: (key_length,) or empty; scratch: (key_length,) at least, the worker's own
     arrays, new_pages, page_of: see `KvArrays` and `SweepPlan`
     """
-    kv = Kv(arrays, new_pages, page_of, positions, rows, page_table, layer)
-    num_kv_heads, length, stride = (
-        arrays.keys.shape[2],
-        arrays.keys.shape[3],
-        arrays.values.shape[4],
-    )
+    kv = layer_kv(arrays, new_pages, page_of, positions, rows, page_table, layer)
+    num_kv_heads, length, stride = kv.num_heads, kv.key_length, kv.stride
     num_heads, pairs = q.shape[1] // length, cos.shape[1]
     for t in range(begin, end):
-        position = np.int64(positions[t])
+        position = position_of(kv, t)
         slot = position % PAGE
         for h in range(num_kv_heads):
-            _prefetch_slots(own_key_page(arrays.keys, kv, t, h), slot, length)
+            _prefetch_slots(own_key_page(kv.keys, kv, t, h), slot, length)
         c, s = pointer(cos, position * pairs), pointer(sin, position * pairs)
         source = pointer(qkv, t * qkv.shape[1])
         target = pointer(q, t * q.shape[1])
@@ -224,10 +229,10 @@ def rope_store(
             key = pointer(scratch, 0)
             at = (num_heads + h) * length
             _head(advance(source, at), k_norm, eps, c, s, pairs, halves, length, key)
-            key_slot = advance(own_key_page(arrays.keys, kv, t, h), slot)
+            key_slot = advance(own_key_page(kv.keys, kv, t, h), slot)
             for d in range(length):
                 store_value(key_slot, d * PAGE, get(key, d))
             value = advance(source, (num_heads + num_kv_heads) * length + h * value_length)
-            value_slot = advance(own_value_page(arrays.keys, kv, t, h), slot * stride)
+            value_slot = advance(own_value_page(kv.keys, kv, t, h), slot * stride)
             for d in range(value_length):
                 store_value(value_slot, d, get(value, d))
