@@ -18,14 +18,16 @@ def achieved(
     job_s: seconds since its first row was admitted
     probed_nbytes_per_s: rate of the disk that the plan counted on; None where not measured
 
-    sweep_s, sweep_tokens, sweep_rows: means; disk_nbytes_per_s: streamed over the time of sweeps,
-    probe_share: that over the probed rate; read_nbytes_per_s, copy_nbytes_per_s: of the disk and
-    of the link while they were at work; wait_s: the computing stood still for them; costs: of a
-    sweep's computing, as `engine.sweep_fit` estimates them, None of few sweeps
+    sweeps_s: of all sweeps; sweep_s, sweep_tokens, sweep_rows: means; disk_nbytes_per_s: streamed
+    over the time of sweeps, probe_share: that over the probed rate; read_nbytes_per_s,
+    copy_nbytes_per_s: of the disk and of the link while they were at work; wait_s: the computing
+    stood still for them; costs: of a sweep's computing, as `engine.sweep_fit` estimates them, None
+    of few sweeps
     """
     costs = fit(totals.moments)
     found: dict[str, Any] = {
         "num_sweeps": totals.num_sweeps,
+        "sweeps_s": round(totals.seconds, 3),
         "sweep_s": _per(totals.seconds, totals.num_sweeps),
         "sweep_tokens": _per(totals.num_tokens, totals.num_sweeps),
         "sweep_rows": _per(totals.num_rows, totals.num_sweeps),

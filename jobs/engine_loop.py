@@ -19,6 +19,7 @@ import numpy as np
 from engine import Engine, EngineError, Request, SamplingParams
 from jobs.achieved import achieved
 from jobs.board import Board
+from jobs.energy import EnergyMeter, open_meter
 from jobs.isolation import RowLoss
 from jobs.messages import (
     AddShard,
@@ -124,10 +125,12 @@ class EngineLoop:
             phases["load_s"] = round(loaded - started, 3)
             phases["compile_s"] = round(time.monotonic() - loaded, 3)
         source = self._make_source(command, self._engine)
-        self._job = _RunningJob(command, self._engine, source)
+        engine_facts = {**self._engine.record(), **self._facts}
+        meter = open_meter(engine_facts["device"])
+        self._job = _RunningJob(command, self._engine, source, meter)
         record = {
-            **self._engine.record(),
-            **self._facts,
+            **engine_facts,
+            "energy": meter.facts(),
             "device_reason": command.device_reason,
             **phases,
             "predicted": self._predict(command),
@@ -189,7 +192,9 @@ class EngineLoop:
 class _RunningJob:
     """One job inside the loop."""
 
-    def __init__(self, command: StartJob, engine: Engine, source: RowSource) -> None:
+    def __init__(
+        self, command: StartJob, engine: Engine, source: RowSource, meter: EnergyMeter
+    ) -> None:
         self.attempt = command.attempt
         self.engine = engine
         self.source = source
@@ -198,6 +203,8 @@ class _RunningJob:
         self._clock = RowClock(command.spec.row_timeout_s)
         self._base = asdict(engine.totals)
         self._sweeps_before = engine.sweeps.totals.copy()
+        self._meter = meter
+        self._joules_before = meter.joules()
         self._first_admission_at: float | None = None
         self._flushed_at = time.monotonic()
         self._sweeps_told = engine.sweeps.totals.num_sweeps
@@ -282,6 +289,7 @@ class _RunningJob:
         sweeps = self.engine.sweeps.totals - self._sweeps_before
         completion_tokens = totals["completion_tokens"] - self._base["completion_tokens"]
         rates, began_at = self.engine.rates, self._first_admission_at
+        joules, before = self._meter.joules(), self._joules_before
         return Progress(
             rows_on_board=self.engine.num_running,
             rows_waiting=self.engine.num_waiting + self.source.num_ready,
@@ -295,6 +303,7 @@ class _RunningJob:
                 completion_tokens=completion_tokens,
                 probed_nbytes_per_s=rates.disk_nbytes_per_s if rates else None,
             ),
+            energy_j=None if joules is None or before is None else joules - before,
         )
 
 

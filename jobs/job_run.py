@@ -19,6 +19,7 @@ from jobs.dataset import OnProgress, count_rows
 from jobs.id_counts import IdCounter
 from jobs.isolation import Isolation
 from jobs.messages import BatchDone
+from jobs.progress_log import ProgressLog
 from jobs.publish import claim_folder
 from jobs.records import Job, JobError, JobState, Part, Shard
 from jobs.resume_check import check_unchanged_job, new_input_files
@@ -62,6 +63,7 @@ class JobRun:
         self._clock = clock
         self._record: dict[str, Any] = dict(job.record)
         self._recorded_at = 0.0
+        self._progress_log = ProgressLog(next(reversed(store.progress_points(job.id)), None))
         self._num_done = job.num_ok + job.num_error
         self._num_ok = job.num_ok
         self.total = job.total or 0
@@ -206,6 +208,13 @@ class JobRun:
         }
         if progress.achieved:
             self._record["achieved"] = dict(progress.achieved)
+        self._progress_log.take(
+            event.attempt,
+            progress,
+            num_ok=self._num_ok,
+            num_error=self._num_done - self._num_ok,
+            now=self._clock(),
+        )
         if self._clock() - self._recorded_at >= RECORD_INTERVAL_S:
             self.save_record()
 
@@ -223,16 +232,18 @@ class JobRun:
         self._record.update(facts)
         self.save_record()
 
-    def save_record(self) -> None:
+    def save_record(self, *, is_last: bool = False) -> None:
+        """Keep the record, and how far the job is. is_last: the job leaves the runner"""
         self._recorded_at = self._clock()
-        self._store.set_record(self.job.id, self._record)
+        point = self._progress_log.next_point(is_last=is_last)
+        self._store.set_record(self.job.id, self._record, point)
 
     # ---- the end -------------------------------------------------------------------------
 
     def finish(self) -> JobState:
         """All rows are in: publish the rest and say how the job ended."""
         self._publish_rest()
-        self.save_record()
+        self.save_record(is_last=True)
         if self.total and not self._num_ok:
             reason = f"none of {self.total} rows succeeded; see error_code in its results"
             self._store.set_state(self.job.id, "failed", reason=reason)
@@ -247,7 +258,7 @@ class JobRun:
                 self._publish_rest()
             except (JobError, OSError):
                 log.exception("job %s: its last part is not published", self.job.id)
-        self.save_record()
+        self.save_record(is_last=True)
         self._store.set_state(self.job.id, state, reason=reason)
 
     def _publish_rest(self) -> None:

@@ -91,6 +91,7 @@ class Progress:
 
     rows_waiting: read and prepared, and not on board
     achieved: as `jobs.achieved` has it
+    energy_j: that the machine took; None where it has no counter to read
     """
 
     rows_on_board: int
@@ -100,6 +101,7 @@ class Progress:
     completion_tokens: int
     first_admission_at: float | None
     achieved: Mapping[str, Any] = field(default_factory=dict)
+    energy_j: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

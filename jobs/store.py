@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jobs.database import BUSY_TIMEOUT_S, Database, Row
+from jobs.progress_log import MAX_POINTS, ProgressPoint
 from jobs.records import (
     FINAL_STATES,
     Fingerprint,
@@ -261,10 +262,20 @@ class JobStore(RowStore):
             text = fingerprint_to_json(fingerprint)
             self._must_change("set_fingerprint", job_id, fingerprint=text)
 
-    def set_record(self, job_id: str, record: Mapping[str, Any]) -> None:
-        """Replace the job's record; values must have a JSON form."""
+    def set_record(
+        self, job_id: str, record: Mapping[str, Any], point: ProgressPoint | None = None
+    ) -> None:
+        """Replace the job's record, whose values must have a JSON form, and keep one more point."""
         with self._db.atomic():
             self._must_change("set_record", job_id, record=json.dumps(dict(record)))
+            if point is not None:
+                self._db.insert("insert_progress_point", job_id=job_id, **asdict(point))
+                self._db.run("thin_progress_points", job_id=job_id, max_points=MAX_POINTS)
+
+    def progress_points(self, job_id: str) -> list[ProgressPoint]:
+        """What the job had done at some moments, in the order of time."""
+        rows = self._db.rows("select_progress_points", job_id=job_id)
+        return [ProgressPoint(**dict(row)) for row in rows]
 
     # Finished rows
 

@@ -527,9 +527,8 @@ def test_every_table_is_strict() -> None:
     db = sqlite3.connect(":memory:", isolation_level=None)
     migrate(db)
     tables = db.execute("SELECT name, strict FROM pragma_table_list WHERE name NOT LIKE 'sqlite_%'")
-    assert dict(tables.fetchall()) == dict.fromkeys(
-        ["job", "selection", "part", "spool_batch", "spool_row", "runner"], 1
-    )
+    strict = dict(tables.fetchall())
+    assert len(strict) >= 7 and set(strict.values()) == {1}
     db.close()
 
 

@@ -121,6 +121,32 @@ UPDATE job SET fingerprint = :fingerprint WHERE id = :id RETURNING id;
 -- Replace what the engine reported.
 UPDATE job SET record = :record WHERE id = :id RETURNING id;
 
+-- insert_progress_point --
+-- Keep what a job had done at a moment.
+INSERT INTO progress_point (
+    job_id, at, work_s, num_ok, num_error, prompt_tokens, completion_tokens, sweep_s, wait_s,
+    streamed_nbytes, energy_j
+) VALUES (
+    :job_id, :at, :work_s, :num_ok, :num_error, :prompt_tokens, :completion_tokens, :sweep_s,
+    :wait_s, :streamed_nbytes, :energy_j
+);
+
+-- thin_progress_points --
+-- Where a job has more points than it may, every second one goes; the newest stays.
+DELETE FROM progress_point WHERE id IN (
+    SELECT id FROM (
+        SELECT id, row_number() OVER (ORDER BY id DESC) AS age, count(*) OVER () AS num_points
+        FROM progress_point WHERE job_id = :job_id
+    )
+    WHERE num_points > :max_points AND age % 2 = 0
+);
+
+-- select_progress_points --
+-- What a job had done at some moments, in the order of time.
+SELECT at, work_s, num_ok, num_error, prompt_tokens, completion_tokens, sweep_s, wait_s,
+    streamed_nbytes, energy_j
+FROM progress_point WHERE job_id = :job_id ORDER BY id;
+
 -- add_counts --
 -- Count newly finished rows.
 UPDATE job

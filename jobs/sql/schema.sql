@@ -97,6 +97,25 @@ CREATE TABLE spool_row (
 -- Serves the deletion of a batch and of its keys.
 CREATE INDEX spool_row_of_batch ON spool_row (batch_id);
 
+-- What a job had done at some moments, as sums from its first row on: progress_log.ProgressPoint.
+CREATE TABLE progress_point (
+    id INTEGER PRIMARY KEY,
+    job_id TEXT NOT NULL REFERENCES job (id) ON DELETE CASCADE,
+    at REAL NOT NULL,
+    work_s REAL NOT NULL,
+    num_ok INTEGER NOT NULL,
+    num_error INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL,
+    sweep_s REAL NOT NULL,
+    wait_s REAL NOT NULL,
+    streamed_nbytes INTEGER NOT NULL,
+    energy_j REAL
+) STRICT;
+
+-- Serves the reading and thinning of a job's points.
+CREATE INDEX progress_point_of_job ON progress_point (job_id);
+
 -- The runner that last held runner.lock. It informs; the lock decides.
 CREATE TABLE runner (
     id INTEGER PRIMARY KEY CHECK (id = 1),
