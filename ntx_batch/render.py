@@ -105,6 +105,27 @@ def nbytes_text(nbytes: int) -> str:
     return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def print_json_rows(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A JSON list of one object for each row, one a line, as they come."""
+    print("[", end="")
+    for number, row in enumerate(rows):
+        print(",\n" if number else "\n", end="")
+        print(json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False), end="")
+    print("\n]")
+
+
+def print_rows(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Rows of any columns as a table, numbers to the right."""
+    rows = list(rows)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for idx, name in enumerate(names):
+        numbers = all(isinstance(row[idx], int | float | None) for row in rows)
+        table.add_column(Text(name), justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(_cell, row))
+    print_table(table)
+
+
 # ---- jobs ------------------------------------------------------------------------------------
 
 
@@ -144,7 +165,9 @@ def _saved_facts(job: Job) -> dict[str, str]:
     """What did not have to be computed, where there is any."""
     facts = {}
     if job.num_copied:
-        facts["copied"] = f"{job.num_copied} rows, equal to others"
+        one = "1 row is a copy of an equal one"
+        more = f"{job.num_copied} rows are copies of equal ones"
+        facts["copied"] = one if job.num_copied == 1 else more
     if job.reused_tokens:
         share = reused_share(job)
         facts["reused"] = f"{job.reused_tokens:,} prompt tokens, {share:.0%} of those read"

@@ -10,6 +10,7 @@ import pytest
 from jobs.records import Job
 from jobs.store import JobStore
 from ntx_batch import render
+from ntx_batch.status import status_record
 from tests.job_factories import make_job
 
 
@@ -44,6 +45,31 @@ def test_status_names_the_job_beside_what_it_achieved(
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["job", job.id] in lines
     assert ["computing", "6.2", "s"] in lines
+
+
+def test_status_tells_what_was_not_computed_again(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = replace(job, num_ok=2, prompt_tokens=4000, reused_tokens=3000, num_copied=1)
+    render.print_status(done, 0.0)
+    shown = capsys.readouterr().out
+    assert "1 row is a copy of an equal one" in shown
+    assert "3,000 prompt tokens, 75% of those read" in shown
+    assert (status_record(done, 0.0)["reused_tokens"], status_record(done, 0.0)["copied"]) == (
+        3000,
+        1,
+    )
+    render.print_status(job, 0.0)
+    assert "copied" not in (shown := capsys.readouterr().out) and "reused" not in shown
+
+
+def test_samples_of_a_row_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("row_index", "sample_index", "status", "generated_text", "completion_tokens")
+    rows = [(7, sample, "ok", "text", 1) for sample in range(2)]
+    names = (*names, "finish_reason")
+    render.print_results(names, [(*row, "stop") for row in rows], prefix="", errors=False)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[1] for line in lines if "text" in line][1:] == ["7", "7.1"]
 
 
 def test_status_names_the_device_its_memory_and_why_it_was_chosen(job: Job) -> None:

@@ -43,6 +43,13 @@ def test_sampling_and_engine_options_reach_their_place() -> None:
     assert built.engine.num_threads == 2
 
 
+def test_what_is_computed_once_is_of_the_job_and_of_the_engine() -> None:
+    built = spec()
+    assert (built.samples, built.dedupe, built.engine.reuse_prefixes) == (1, True, True)
+    built = spec(samples=3, temperature=0.5, dedupe=False, reuse=False)
+    assert (built.samples, built.dedupe, built.engine.reuse_prefixes) == (3, False, False)
+
+
 def test_the_device_and_its_memories_are_the_engines() -> None:
     engine = spec(device="gpu", memory="24GiB", host_memory="100GiB").engine
     assert (engine.device, engine.memory_nbytes) == ("gpu", 24 << 30)
