@@ -40,13 +40,7 @@ def export_results(
     results folder.
     Raises ResultsError: a part is gone.
     """
-    target = Path(path).absolute()
-    writer = WRITERS.get(target.suffix.lower())
-    if writer is None:
-        raise OutputError(f"{path} does not say its format: end it in {', '.join(WRITERS)}")
-    _refuse_own_files(target, finished.job)
-    if not target.parent.is_dir():
-        raise OutputError(f"{target} cannot be written: make the folder {target.parent} first")
+    check_target(path, finished.job)
     results = Results(finished)
     num_rows = 0
 
@@ -59,21 +53,39 @@ def export_results(
             if num_rows == head:
                 return
 
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        writer(temporary, results.schema, tables())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    export_tables(finished.job, path, results.schema, tables())
     return num_rows
 
 
-def _refuse_own_files(target: Path, job: Job) -> None:
+def export_tables(job: Job, path: str | Path, schema: Schema, tables: Iterable[Table]) -> None:
+    """Write tables that come of a job's results to one file. Raises OutputError: as above."""
+    target = check_target(path, job)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        WRITERS[target.suffix.lower()](temporary, schema, tables)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_target(path: str | Path, job: Job) -> Path:
+    """The file to write what comes of a job to, whole. Raises OutputError: as above."""
+    target = Path(path).absolute()
+    if target.suffix.lower() not in WRITERS:
+        raise OutputError(f"{path} does not say its format: end it in {', '.join(WRITERS)}")
+    refuse_own_files(target, job)
+    return target
+
+
+def refuse_own_files(target: Path, job: Job) -> None:
+    """Raises OutputError: the folder is not there, or the file is one of the job's own."""
     if target.resolve().is_relative_to(job.results_dir):
         raise OutputError(f"{target} is in the results folder of job {job.id}: write elsewhere")
     for file in job.manifest.files:
         if target.resolve() == Path(file.path).resolve():
             raise OutputError(f"{target} is an input file of job {job.id}: write elsewhere")
+    if not target.parent.is_dir():
+        raise OutputError(f"{target} cannot be written: make the folder {target.parent} first")
 
 
 # ---- formats -----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import signal
 import sys
 import time
@@ -198,22 +199,53 @@ def results(
         bool,
         typer.Option("--errors", help="Failed rows only, with their codes and messages."),
     ] = False,
+    sql: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SELECT",
+            help="Show what a query finds in the table `results`. Needs the extra `sql`.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show or export the rows finished so far, in input order. Works while the job runs.
 
     Example: ntx-batch results d254e -o answers.parquet
     """
     handle = _job_or_newest(job)
+    if sql is not None and errors:
+        raise SpecError("--errors is not for --sql: say WHERE status = 'error'")
     if output is not None:
-        num_rows = handle.export(output, head=head, errors=errors)
+        num_rows = (
+            handle.export(output, head=head, errors=errors)
+            if sql is None
+            else handle.export_sql(sql, output, head=head)
+        )
         render.note(f"wrote {num_rows} rows to {output}")
-        return
+    elif as_json:
+        render.print_json_rows(*handle.rows(errors=errors, head=head, sql=sql))
+    elif sql is not None:
+        _print_found(handle, sql, head)
+    else:
+        _print_rows(handle, errors, head)
+
+
+def _print_rows(handle: client.JobHandle, errors: bool, head: int | None) -> None:
     names, rows = handle.rows(errors=errors, head=head or TABLE_ROWS)
     prefix = handle.snapshot().spec.output_prefix
     render.print_results(names, rows, prefix=prefix, errors=errors)
     if head is None and (num_rows := handle.num_rows(errors=errors)) > TABLE_ROWS:
         what = "failed rows" if errors else "rows"
         render.note(f"{TABLE_ROWS} of {num_rows} {what}; --head N or -o FILE gives more")
+
+
+def _print_found(handle: client.JobHandle, sql: str, head: int | None) -> None:
+    names, rows = handle.rows(sql=sql, head=head)
+    shown = list(itertools.islice(rows, head or TABLE_ROWS))
+    render.print_rows(names, shown)
+    if more := sum(1 for _ in rows):
+        render.note(f"{len(shown)} of {len(shown) + more} rows; --head N or -o FILE gives more")
 
 
 @app.command()

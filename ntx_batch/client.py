@@ -9,6 +9,7 @@ table = job.results()  # a pyarrow.Table in input order
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import time
@@ -20,7 +21,7 @@ from typing import Any
 
 from jobs import control
 from jobs.home import Home
-from jobs.records import FinishedRows, Job, JobNotFoundError, RunnerError
+from jobs.records import FinishedRows, Job, JobError, JobNotFoundError, RunnerError
 from jobs.store import JobStore
 from jobs.temp_folder import space_warnings
 from ntx_batch import actions
@@ -128,6 +129,38 @@ class JobHandle:
 
         return read_results(self._finished(), errors=errors, head=head)
 
+    def dataset(self) -> Any:
+        """A pyarrow.dataset.Dataset of the rows of `results`, in no order, read as needed."""
+        from jobs.results_dataset import open_dataset
+
+        return open_dataset(self._finished())
+
+    def to_pandas(self) -> Any:
+        """`results` as a pandas.DataFrame. Raises JobError: pandas is not installed."""
+        if importlib.util.find_spec("pandas") is None:
+            raise JobError("to_pandas needs pandas: pip install pandas")
+        return self.results().to_pandas()
+
+    def sql(self, query: str) -> Any:
+        """What a SELECT finds in the table `results`, which has no order, as a pyarrow.Table.
+
+        Raises SpecError: it is not one SELECT, or DuckDB refuses it.
+        Raises JobError: DuckDB is not installed.
+        """
+        from ntx_batch.results_sql import query_dataset
+
+        return query_dataset(self.dataset(), query)
+
+    def export_sql(self, query: str, path: str | Path, *, head: int | None = None) -> int:
+        """Write what `sql` finds to a file as `export` does; returns the number of rows."""
+        from jobs.export import check_target, export_tables
+
+        job = self.snapshot()
+        check_target(path, job)
+        table = self.sql(query).slice(0, head)
+        export_tables(job, path, table.schema, [table])
+        return int(table.num_rows)
+
     def export(self, path: str | Path, *, errors: bool = False, head: int | None = None) -> int:
         """Write `results` to a .parquet, .jsonl or .csv file; returns the number of rows."""
         from jobs.export import export_results
@@ -135,12 +168,15 @@ class JobHandle:
         return export_results(self._finished(), path, errors=errors, head=head)
 
     def rows(
-        self, *, errors: bool = False, head: int | None = None
+        self, *, errors: bool = False, head: int | None = None, sql: str | None = None
     ) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
-        """Column names and rows of `results`, as values that JSON has."""
+        """Column names and rows of `results`, or of `sql`, as values that JSON has."""
         from jobs.export import plain_rows
 
-        table = self.results(errors=errors, head=head)
+        if sql is None:
+            table = self.results(errors=errors, head=head)
+        else:
+            table = self.sql(sql).slice(0, head)
         return table.column_names, plain_rows(table)
 
     def num_rows(self, *, errors: bool = False) -> int:
