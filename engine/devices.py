@@ -79,8 +79,15 @@ def resolved(config: EngineConfig, ops: Ops) -> EngineConfig:
     Raises DeviceError: the backend has no KV cache of the type that was asked for.
     """
     kv_type = config.kv_type or ops.default_kv_type
+    if (refused := kv_type_refusal(kv_type, ops)) is not None:
+        raise DeviceError(f"--kv-type {kv_type}: {refused}")
+    return replace(config, kv_type=kv_type)
+
+
+def kv_type_refusal(kv_type: KvType, ops: Ops) -> str | None:
+    """Why the backend has no KV cache of a type; None where it has."""
     try:
         ops.kv_page_nbytes(_ANY_SHAPE, kv_type)
     except KernelError as error:
-        raise DeviceError(f"--kv-type {kv_type}: {error}") from error
-    return replace(config, kv_type=kv_type)
+        return str(error)
+    return None

@@ -1,6 +1,7 @@
 """What a job will take: its sweeps run through in numbers, by the rules of `engine.scheduler`.
 
-Every row has the mean prompt and the mean output. A sweep takes as long as the slowest of
+Every row has the mean prompt and the mean output, and takes over from others what rows do in the
+mean; the rest of its prompt is computed. A sweep takes as long as the slowest of
 computing, the link and the disk: they run side by side, and a sweep that streams waits for its
 bytes however few rows are left. Of a long job the first generations of rows are run through; the
 rest go on at the pace that they have come to.
@@ -10,9 +11,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.costs import Load, SweepCost
+from kernels.ops import PAGE_TOKENS
 
 GENERATIONS = 6  # of rows on board that are run through; the later half shows the pace
 COMPUTE = "compute"
@@ -20,15 +22,36 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """The rows to run: their number, and mean tokens of prompts and outputs."""
+    """The rows to run, copies of others not counted: their number, and means over them.
+
+    reused_tokens: of a prompt, tokens that other rows have computed; reused_pages: whole KV pages
+        of these, which rows share
+    longest_tokens: of the longest row, prompt and answer; 0: nobody has looked
+    """
 
     num_rows: int = 1000
     prompt_tokens: float = 256.0
     output_tokens: float = 128.0
+    reused_tokens: float = 0.0
+    reused_pages: float = 0.0
+    longest_tokens: int = 0
 
     @property
     def whole_prompt(self) -> int:
         return max(1, round(self.prompt_tokens))
+
+    @property
+    def whole_computed(self) -> int:
+        """Tokens of a prompt that are computed; the last one always is."""
+        return max(1, self.whole_prompt - round(self.reused_tokens))
+
+    def with_reuse(self, *, reuses: bool, shares_parts: bool) -> Workload:
+        """The same rows where prompts are reused to the token, by whole pages, or not at all."""
+        if not reuses:
+            return replace(self, reused_tokens=0.0, reused_pages=0.0)
+        if shares_parts:
+            return self
+        return replace(self, reused_tokens=PAGE_TOKENS * self.reused_pages)
 
     @property
     def whole_output(self) -> int:
@@ -117,6 +140,7 @@ class _Run:
 
     def __init__(self, work: Workload, num_rows: int, board: Board, pace: Pace) -> None:
         self._prompt, self._output = work.whole_prompt, work.whole_output
+        self._computed = work.whole_computed  # of a prompt
         self._board, self._pace = board, pace
         self._waiting = num_rows
         self._prefilling = 0
@@ -140,25 +164,25 @@ class _Run:
         return Forecast(self._sweeps, seconds, tokens, outputs, decoded, prefilled, self._limited_s)
 
     def _admit(self) -> None:
-        pending = self._decoding + self._prefilling * self._prompt - self._done
+        pending = self._decoding + self._prefilling * self._computed - self._done
         budget = self._board.sweep_tokens - pending
         room = self._board.max_rows - self._decoding - self._prefilling
         if budget > 0 and room > 0:
-            rows = min(self._waiting, room, -(-budget // self._prompt))
+            rows = min(self._waiting, room, -(-budget // self._computed))
             self._waiting -= rows
             self._prefilling += rows
 
     def _mixed_sweep(self) -> None:
         """Every decoding row's token, and prompts as far as the budget goes."""
-        left = self._prefilling * self._prompt - self._done
+        left = self._prefilling * self._computed - self._done
         num_tokens = min(left, self._board.sweep_tokens - self._decoding)
         end = self._done + num_tokens
-        rows = end // self._prompt
-        attended = self._prefix_positions(end) - self._prefix_positions(self._done)
+        rows = end // self._computed
+        attended = self._positions(end) - self._positions(self._done)
         tokens, outputs = self._decoding + num_tokens, self._decoding + rows
         self._count(1, Load(tokens, self._attended, attended, outputs))
         self._attended += self._decoding
-        self._done = end - rows * self._prompt
+        self._done = end - rows * self._computed
         self._prefilling -= rows
         if rows:
             self._decoding += rows
@@ -197,7 +221,12 @@ class _Run:
             return 0.0
         return self._pace.kept(self._decoding, self._leaving[-1][0] - self._sweeps)
 
-    def _prefix_positions(self, num_tokens: int) -> int:
-        """Positions that the first tokens of the prompts, laid end to end, attend to."""
-        whole, rest = divmod(num_tokens, self._prompt)
-        return whole * self._prompt * (self._prompt + 1) // 2 + rest * (rest + 1) // 2
+    def _positions(self, num_tokens: int) -> int:
+        """Positions that the first tokens computed of prompts, laid end to end, attend to."""
+        reused = self._prompt - self._computed
+        whole, rest = divmod(num_tokens, self._computed)
+
+        def attended(count: int) -> int:
+            return count * reused + count * (count + 1) // 2
+
+        return whole * attended(self._computed) + attended(rest)

@@ -16,7 +16,7 @@ from engine.gguf_file import GgufFile
 from engine.hparams import Hparams
 from engine.links import Link, OnProgress, Parcel, ReaderLink
 from engine.model import Model, kv_shape
-from engine.planner import ModelSizes, Part, Plan, Planner, Rates, Workload
+from engine.planner import Budget, ModelSizes, Part, Plan, Planner, Rates, Workload
 from engine.requests import EngineConfig
 from engine.weight_stream import WeightStream, parcel_layouts, parcels_of
 from engine.weights import HEAD_TENSOR, Residence, WeightLoader, layer_tensor_names
@@ -78,8 +78,9 @@ def make_planner(
     *,
     rates: Rates | None = None,
     workload: Workload | None = None,
+    budget: Budget | None = None,
 ) -> Planner:
-    """A planner for the memory that is free now. Raises MemoryBudgetError."""
+    """A planner for a budget, by default the memory that is free now. Raises MemoryBudgetError."""
     config = resolved(config, ops)
     shape, element = kv_shape(hparams), kv_type(config)
     return Planner(
@@ -91,7 +92,7 @@ def make_planner(
             ops.kv_page_nbytes(shape, element),
             ops.kv_row_nbytes(shape, element),
         ),
-        budget=free_budget(file, hparams, config, ops),
+        budget=budget or free_budget(file, hparams, config, ops),
         rates=rates or (DEFAULT_RATES if ops.name == "cpu" else DEFAULT_DEVICE_RATES),
         workload=workload,
     )

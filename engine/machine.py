@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,22 @@ def cgroup_free_nbytes(root: Path = _CGROUPS, membership: Path | None = None) ->
             cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
             free.append(max(0, int(limit) - used + cached))
     return min(free, default=None)
+
+
+def cgroup_limit_nbytes(root: Path = _CGROUPS, membership: Path | None = None) -> int | None:
+    """The tightest limit itself; None without one. Arguments as above."""
+    limits = []
+    for folder in _own_cgroups(root, membership or Path("/proc/self/cgroup")):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int((folder / "memory.max").read_text()))
+    return min(limits, default=None)
+
+
+def all_memory_nbytes() -> int:
+    """Memory of this machine, or of the control group if that is less; used or not."""
+    total = int(psutil.virtual_memory().total)
+    limit = cgroup_limit_nbytes()
+    return total if limit is None else min(total, limit)
 
 
 def free_memory_nbytes(limit_nbytes: int | None = None) -> int:

@@ -66,6 +66,12 @@ class Plan:
         return self.streamed_nbytes > 0
 
     @property
+    def device_nbytes(self) -> int:
+        """All that it takes of the device's memory."""
+        parts = (self.weights_nbytes, self.ring_nbytes, self.activations_nbytes, self.kv_nbytes)
+        return sum(parts)
+
+    @property
     def placement(self) -> str:
         """A letter for each layer, then for the head: r resident, h in host memory, d on disk."""
         resident = (*self.resident, self.head_resident)

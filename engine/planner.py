@@ -3,7 +3,8 @@
 A sweep takes max(S / W, C): S bytes streamed over W bytes/s, C seconds of computing, a pass over
 all weights and more for each token. Rows on board are limited by KV memory, so where the model
 does not fit, every number of resident layers and every sweep budget is tried, and the pair with
-the shortest job wins. Of what streams, host memory keeps as much as it holds.
+the shortest job by a formula wins, unless by the forecast a neighbour of it does. Of what streams,
+host memory keeps as much as it holds.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from engine.costs import DEFAULT_RATES, Rates, SweepCost
+from engine.costs import DEFAULT_RATES, EXPANDED, Rates, SweepCost
 from engine.division import (
     Divider,
     Placed,
@@ -26,6 +27,7 @@ from engine.plan import FIXED_NBYTES, Budget, Plan
 from engine.prediction import Predictor
 from engine.requests import EngineConfig, MemoryBudgetError
 from engine.sizes import ModelSizes, Part
+from kernels.ops import shares_partial_pages
 
 __all__ = [
     "DEFAULT_RATES",
@@ -45,6 +47,7 @@ DEVICE_SWEEP_TOKENS_TRIED = (*SWEEP_TOKENS_TRIED, 1536, 2560, 3072, 4096)  # bes
 DEFAULT_KV_NBYTES = 8 << 30  # more rows than this holds fill no core any further
 SPARE_ROWS = 1.5  # most rows on board, times those of the mean length: some rows are shorter
 AS_GOOD = 1.02  # times the shortest time: what a prediction cannot tell apart
+MAX_MOVES = 12  # from neighbour to neighbour; each must pay
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,11 +89,18 @@ class Planner:
         workload: Workload | None = None,
     ) -> None:
         self._hparams, self._config, self._sizes = hparams, config, sizes
-        self._budget = budget
+        self._budget, self._rates = budget, rates
         self._divider = Divider(config, sizes, budget)
-        self._predictor = Predictor(sizes, rates, workload or Workload())
+        work = (workload or Workload()).with_reuse(
+            reuses=config.reuse_prefixes,
+            shares_parts=config.kv_type is None or shares_partial_pages(config.kv_type),
+        )
+        self._predictor = Predictor(sizes, rates, work)
         # Of rows that nobody has seen, any number may be on board.
-        self._row_pages = 1 if workload is None else self._predictor.row_pages
+        seen = workload is not None
+        self._row_pages = self._predictor.row_pages if seen else 1
+        self._shared_pages = self._predictor.shared_pages if seen else 0.0
+        self._held_pages = max(self._row_pages, pages_for(work.longest_tokens))
         self._placed: dict[tuple[bool, int, bool], Placed | None] = {}
         if config.sweep_tokens is not None and config.sweep_tokens < 1:
             raise MemoryBudgetError(f"--sweep-tokens {config.sweep_tokens}: at least 1 is needed")
@@ -105,14 +115,66 @@ class Planner:
 
         Raises MemoryBudgetError: nothing fits; says the smallest memory that does.
         """
-        plans = [plan for way in self._ways() if (plan := self._plan(way)) is not None]
+        plans = self._plans()
+        if not plans and self._held_pages > self._row_pages:
+            # Better a plan for most rows than none; the longest ones will be told so.
+            self._held_pages = self._row_pages
+            plans = self._plans()
         if not plans:
             raise MemoryBudgetError(self._refusal())
-        job_s = [self.estimated_job_s(plan) for plan in plans]
+        return self._settled(self._shortest(plans, [self.estimated_job_s(plan) for plan in plans]))
+
+    def _plans(self) -> list[Plan]:
+        return [plan for way in self._ways() if (plan := self.plan_of(way)) is not None]
+
+    def _shortest(self, plans: Sequence[Plan], job_s: Sequence[float]) -> Plan:
         enough = AS_GOOD * min(job_s)
         good = [found for found in zip(plans, job_s, strict=True) if found[1] <= enough]
         best, _ = min(good, key=lambda found: (found[0].streamed_nbytes, found[1]))
-        return self.predicted(best)
+        return best
+
+    def _settled(self, plan: Plan) -> Plan:
+        """The plan with its predictions, or one near it that by these is shorter for certain."""
+        plan = self.predicted(plan)
+        for _ in range(MAX_MOVES):
+            ways = self.ways_near(plan)
+            near = [self.predicted(p) for way in ways if (p := self.plan_of(way)) is not None]
+            shortest = min(near, key=_job_s, default=plan)
+            if _job_s(shortest) * AS_GOOD >= _job_s(plan):
+                break
+            plan = shortest
+        return plan
+
+    def ways_near(self, plan: Plan) -> list[Way]:
+        """Ways that the planner may take and that differ from the plan's in one decision.
+
+        None where all of the weights fit, on a machine where that settles everything.
+        """
+        way = way_of(plan)
+        if way.expand or not (plan.streams or self._has_host_tier):
+            return []
+        return [*self.other_layers(way), *self.other_heads(way), *self.other_sweeps(way)]
+
+    def other_layers(self, way: Way) -> list[Way]:
+        """A layer fewer and more in the device's memory, and an eighth of all fewer and more."""
+        num_layers = len(self._sizes.layers)
+        steps = sorted({1, max(1, num_layers // 8)})
+        counts = [way.num_resident + sign * step for sign in (-1, 1) for step in steps]
+        return [replace(way, num_resident=n) for n in counts if 0 <= n <= num_layers]
+
+    def other_heads(self, way: Way) -> list[Way]:
+        return [replace(way, head_resident=not way.head_resident)] if self._sizes.head else []
+
+    def other_sweeps(self, way: Way) -> list[Way]:
+        """As `neighbouring_sweeps`; none where they are asked for."""
+        return [] if self._config.sweep_tokens is not None else self.neighbouring_sweeps(way)
+
+    def neighbouring_sweeps(self, way: Way) -> list[Way]:
+        """With the next smaller and the next larger sweeps that are ever tried."""
+        tried = sorted(self._sweeps_tried)
+        smaller = [n for n in tried if n < way.sweep_tokens][-1:]
+        larger = [n for n in tried if n > way.sweep_tokens][:1]
+        return [replace(way, sweep_tokens=n) for n in (*smaller, *larger)]
 
     def predicted(self, plan: Plan, cost: SweepCost | None = None) -> Plan:
         """A plan made otherwise, with the predictions of these rates and this workload.
@@ -130,12 +192,53 @@ class Planner:
         return self._budget
 
     @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    def has_measured(self, *, expand: bool) -> bool:
+        """Whether the rates are of weights that are kept expanded, or of those that are not."""
+        names = {name for part in self._sizes.layers for name in part.values}
+        known = self._rates.layer_s.keys() | self._rates.values_per_s.keys()
+        return ({EXPANDED} if expand else names) <= known
+
+    def with_pages(self, plan: Plan, kv_pages: int) -> tuple[Plan | None, str]:
+        """The plan with more or fewer KV pages, and as many more or fewer rows on board.
+
+        Returns it with its predictions, or None and why it does not fit.
+        """
+        if kv_pages < self._held_pages:
+            return None, f"a row may take {self._held_pages} pages"
+        max_rows = max(1, min(plan.sweep_tokens, plan.max_rows * kv_pages // plan.kv_pages))
+        row_nbytes = row_activations_nbytes(self._hparams) + self._sizes.row_nbytes
+        changed = replace(
+            plan,
+            kv_pages=kv_pages,
+            kv_nbytes=kv_pages * self._sizes.page_nbytes,
+            max_rows=max_rows,
+            activations_nbytes=plan.activations_nbytes + (max_rows - plan.max_rows) * row_nbytes,
+        )
+        over_nbytes = changed.device_nbytes - self._budget.device_nbytes
+        if over_nbytes > 0:
+            return None, f"{over_nbytes:,} bytes more than there are"
+        return self.predicted(changed), ""
+
+    def shortfall(self, way: Way) -> str:
+        """Why one way does not fit."""
+        placed = self._place(way)
+        if placed is None:
+            host_nbytes, least = self._budget.host_nbytes, self._divider.least_host_nbytes
+            if host_nbytes is not None and host_nbytes < least:
+                return f"host memory of {host_nbytes:,} bytes passes nothing on; {least:,} would"
+            return "the ring holds no whole layer"
+        over_nbytes = self._need(way, placed).total - self._budget.device_nbytes
+        return f"{over_nbytes:,} bytes more than there are"
+
+    @property
     def _has_host_tier(self) -> bool:
         return self._budget.host_nbytes is not None
 
     def _ways(self) -> Iterator[Way]:
         """Everything resident where it fits; otherwise each number of resident layers."""
-        all_tried = DEVICE_SWEEP_TOKENS_TRIED if self._has_host_tier else SWEEP_TOKENS_TRIED
         asked = self._config.sweep_tokens
         sweeps = asked or DEFAULT_SWEEP_TOKENS
         num_layers = len(self._sizes.layers)
@@ -145,14 +248,19 @@ class Planner:
             smaller = [n for n in SWEEP_TOKENS_TRIED if n < sweeps] if asked is None else []
             yield from (replace(expanded, sweep_tokens=n) for n in (*smaller, sweeps))
             return
-        if self._may_expand and self._plan(expanded) is not None:
+        if self._may_expand and self.plan_of(expanded) is not None:
             yield expanded
             return
         # More tokens at once fill a device better, not a few cores.
-        one_will_do = not self._has_host_tier and self._plan(whole) is not None
-        tried: Sequence[int] = [sweeps] if asked is not None or one_will_do else all_tried
+        one_will_do = not self._has_host_tier and self.plan_of(whole) is not None
+        settled = asked is not None or one_will_do
+        tried: Sequence[int] = [sweeps] if settled else self._sweeps_tried
         for sweep_tokens in tried:
             yield from self._divisions(sweep_tokens)
+
+    @property
+    def _sweeps_tried(self) -> Sequence[int]:
+        return DEVICE_SWEEP_TOKENS_TRIED if self._has_host_tier else SWEEP_TOKENS_TRIED
 
     @property
     def _may_expand(self) -> bool:
@@ -165,7 +273,7 @@ class Planner:
             for head_resident in (True, False) if self._sizes.head else (True,):
                 yield Way(False, num_resident, head_resident, sweep_tokens)
 
-    def _plan(self, way: Way) -> Plan | None:
+    def plan_of(self, way: Way) -> Plan | None:
         """The plan of one way, or None where it does not fit."""
         placed = self._place(way)
         if placed is None:
@@ -210,27 +318,24 @@ class Planner:
             + budget.fixed_nbytes
             + budget.scratch_nbytes(tokens),
             rows=row_activations_nbytes(self._hparams) + self._sizes.row_nbytes,
-            kv=self._config.kv_memory_nbytes or self._row_kv_nbytes,
+            kv=self._config.kv_memory_nbytes or self._held_pages * self._sizes.page_nbytes,
         )
-
-    @property
-    def _row_kv_nbytes(self) -> int:
-        return self._row_pages * self._sizes.page_nbytes
 
     def _rows_and_pages(self, way: Way, need: _Need) -> tuple[int, int]:
         """Most rows on board and KV pages, out of what the rest of the memory leaves."""
         page_nbytes, asked = self._sizes.page_nbytes, self._config.kv_memory_nbytes
         left_nbytes = self._budget.device_nbytes - need.fixed
-        row_kv_nbytes = self._row_kv_nbytes
+        shared_nbytes = self._shared_pages * page_nbytes
+        row_kv_nbytes = self._row_pages * page_nbytes - shared_nbytes
         if asked is not None:
-            most_kv_nbytes, rows = asked, asked / row_kv_nbytes
+            most_kv_nbytes, rows = asked, (asked - shared_nbytes) / row_kv_nbytes
         else:
             # Without a budget of our own we leave half of what is free to others.
             share = self._config.memory_nbytes or self._has_host_tier
             left_nbytes = left_nbytes if share else max(left_nbytes // 2, need.rows + need.kv)
             most_kv_nbytes = left_nbytes if self._has_host_tier else DEFAULT_KV_NBYTES
-            rows = left_nbytes / (row_kv_nbytes + SPARE_ROWS * need.rows)
-            rows = min(rows, most_kv_nbytes / row_kv_nbytes)
+            rows = (left_nbytes - shared_nbytes) / (row_kv_nbytes + SPARE_ROWS * need.rows)
+            rows = min(rows, (most_kv_nbytes - shared_nbytes) / row_kv_nbytes)
         room = (left_nbytes - need.kv) // need.rows
         max_rows = max(1, min(way.sweep_tokens, room, int(SPARE_ROWS * rows)))
         kv_nbytes = max(need.kv, min(most_kv_nbytes, left_nbytes - max_rows * need.rows))
@@ -249,7 +354,7 @@ class Planner:
             return self._host_refusal()
         need = min((self._need(*each) for each in placed), key=lambda need: need.total)
         given = config.memory_nbytes is not None and config.memory_nbytes <= budget.device_nbytes
-        kv = "asked for" if config.kv_memory_nbytes else f"a row of {self._row_pages} pages"
+        kv = "asked for" if config.kv_memory_nbytes else f"a row of {self._held_pages} pages"
         return (
             f"{'the memory budget is' if given else 'free memory is'} {budget.device_nbytes:,} "
             f"bytes; the smallest that works here is {need.total:,}: weights that must stay "
@@ -285,3 +390,12 @@ class Planner:
         if host_nbytes is None or host_nbytes >= least_nbytes:
             return ""
         return f"; layers could stream with --host-memory of at least {least_nbytes:,} bytes"
+
+
+def way_of(plan: Plan) -> Way:
+    """The way of dividing memory that a plan follows."""
+    return Way(plan.expand, sum(plan.resident), plan.head_resident, plan.sweep_tokens)
+
+
+def _job_s(plan: Plan) -> float:
+    return float(plan.predicted["job_s"])

@@ -20,7 +20,11 @@ class Predictor:
     Plans are compared by a formula: R rows of p prompt and o output tokens, r of them on board.
     A row is on board for o sweeps, so R·o / r sweeps; r·p / S more, S tokens a sweep, until the
     last of the first r rows has come on board. S tokens a sweep bring no more than S·o / (p + o)
-    rows on board. The job of the chosen plan is run through in numbers.
+    rows on board. Here p is what is computed of a prompt. The job of the chosen plan, and of its
+    neighbours, is run through in numbers.
+
+    Rows on board follow each other in the order of their prompts, and each but the first finds R
+    pages that those before it hold: r rows of P pages hold r·(P - R) + R.
     """
 
     def __init__(self, sizes: ModelSizes, rates: Rates, work: Workload) -> None:
@@ -29,8 +33,18 @@ class Predictor:
 
     @property
     def row_pages(self) -> int:
-        """KV pages that a row reserves."""
+        """KV pages that a row alone reserves."""
         return max(1, pages_for(self._work.whole_prompt + self._work.whole_output - 1))
+
+    @property
+    def shared_pages(self) -> float:
+        """KV pages that a row finds where another is on board."""
+        return min(self._work.reused_pages, self.row_pages - 1.0)
+
+    def rows_in(self, num_pages: int) -> int:
+        """Rows that so many KV pages hold at once."""
+        shared = self.shared_pages
+        return max(0, int((num_pages - shared) / (self.row_pages - shared) + 1e-9))
 
     def estimated_job_s(self, plan: Plan) -> float:
         """Seconds of the job by the formula."""
@@ -43,6 +57,8 @@ class Predictor:
         cost: of a sweep's computing, where that is known better than by the rates
 
         rows_on_board, rows_limited_by: "rows" (of the job), "kv" or "sweep"
+        kv_rows: that the KV cache holds at once
+        computed_prompt_tokens: of a row, in the mean
         sweep_used_tokens: mean tokens of a sweep
         tokens_at_balance: T*, tokens at which computing catches up with what streams
         disk_s, link_s, compute_s: of the mean sweep: reading, copying to the device, computing;
@@ -60,6 +76,8 @@ class Predictor:
         return {
             "rows_on_board": int(rows),
             "rows_limited_by": rows_limited_by,
+            "kv_rows": self.rows_in(plan.kv_pages),
+            "computed_prompt_tokens": round(self._computed_tokens, 1),
             "sweep_used_tokens": round(mean.tokens, 1),
             "tokens_at_balance": round(_balance(cost, mean, max(pace.streams.values())), 1),
             **{f"{name}_s": seconds for name, seconds in pace.streams.items()},
@@ -87,11 +105,12 @@ class Predictor:
             for layer, stays in zip(self._sizes.layers, plan.resident, strict=True)
             if not stays
         ]
-        row_pages = self.row_pages
+        shared = self.shared_pages
+        own = self.row_pages - shared
 
         def kept(rows: int, sweeps_left: int) -> float:
             num_layers = layers_worth_keeping(
-                num_pages=max(0, plan.kv_pages - rows * row_pages),
+                num_pages=max(0, int(plan.kv_pages - rows * own - shared)),
                 page_nbytes=self._sizes.page_nbytes,
                 layer_nbytes=max(streamed),
                 num_layers=len(streamed),
@@ -105,28 +124,37 @@ class Predictor:
 
     def _mean_sweep(self, plan: Plan) -> tuple[float, Load]:
         """Number of sweeps by the formula, and what each carries then."""
-        work = self._work
-        prompt, output = work.prompt_tokens, max(1.0, work.output_tokens)
+        prompt, output = self._tokens
+        computed = self._computed_tokens
         rows, _ = self._rows_on_board(plan)
-        num_sweeps = max(1.0, work.num_rows * output / rows + rows * prompt / plan.sweep_tokens)
-        share = work.num_rows / num_sweeps
+        num_rows = self._work.num_rows
+        num_sweeps = max(1.0, num_rows * output / rows + rows * computed / plan.sweep_tokens)
+        share = num_rows / num_sweeps
         return num_sweeps, Load(
-            tokens=share * (prompt + output),
+            tokens=share * (computed + output),
             decode_positions=share * output * (prompt + output / 2),
-            prefill_positions=share * prompt * prompt / 2,
+            prefill_positions=share * computed * (prompt - computed / 2),
             outputs=share * output,
         )
 
+    @property
+    def _tokens(self) -> tuple[float, float]:
+        return self._work.prompt_tokens, max(1.0, self._work.output_tokens)
+
+    @property
+    def _computed_tokens(self) -> float:
+        work = self._work
+        return max(min(1.0, work.prompt_tokens), work.prompt_tokens - work.reused_tokens)
+
     def _most_rows(self, plan: Plan) -> int:
-        return max(1, min(plan.kv_pages // self.row_pages, plan.max_rows))
+        return max(1, min(self.rows_in(plan.kv_pages), plan.max_rows))
 
     def _rows_on_board(self, plan: Plan) -> tuple[float, str]:
-        work = self._work
-        row_tokens = max(1.0, work.prompt_tokens + work.output_tokens)
-        refilled = plan.sweep_tokens * max(1.0, work.output_tokens) / row_tokens
+        _, output = self._tokens
+        refilled = plan.sweep_tokens * output / max(1.0, self._computed_tokens + output)
         limits = {
-            "rows": float(work.num_rows),
-            "kv": float(plan.kv_pages // self.row_pages),
+            "rows": float(self._work.num_rows),
+            "kv": float(self.rows_in(plan.kv_pages)),
             "sweep": min(refilled, float(plan.max_rows)),
         }
         name = min(limits, key=lambda name: limits[name])

@@ -26,6 +26,7 @@ import ray.exceptions
 from engine import DeviceError, EngineConfig
 from engine.devices import DeviceChoice
 from engine.machine import usable_cores
+from jobs.budget import beside_object_store
 from jobs.engine_actor import EngineHandle
 from jobs.engine_load import load_engine
 from jobs.engine_loop import MakeEngine
@@ -45,10 +46,15 @@ from jobs.messages import (
     StartJob,
 )
 from jobs.processes import INSTANCE_VARIABLE, ProcessId, kill_all, kill_instance
-from jobs.ray_cluster import cluster_address, is_on_loopback, probe_cluster, refused_by_cluster
+from jobs.ray_cluster import (
+    OBJECT_STORE_NBYTES,
+    cluster_address,
+    is_on_loopback,
+    probe_cluster,
+    refused_by_cluster,
+)
 from jobs.records import JobError, RunnerError
 
-OBJECT_STORE_NBYTES = 80 << 20  # Ray's least is 75 MiB; its default is a third of RAM
 POLL_TIMEOUT_S = 1.0
 JOIN_TIMEOUT_S = 30.0
 _CORE_PROCESSES = ("raylet", "gcs_server")
@@ -187,7 +193,7 @@ class Driver:
 
     def _start_job(self, command: StartJob) -> None:
         try:
-            command = use_own_device(use_own_cores(command))
+            command = leave_object_store(use_own_device(use_own_cores(command)))
             key = EngineKey.of(command)
             if key != self._key:
                 self._replace_actor(key)
@@ -251,6 +257,13 @@ def use_own_device(command: StartJob) -> StartJob:
         spec=replace(command.spec, engine=replace(config, device=choice.device)),
         device_reason=command.device_reason or choice.reason,
     )
+
+
+def leave_object_store(command: StartJob) -> StartJob:
+    """Count Ray's object store on this node into what is pinned beside a GPU."""
+    store_nbytes = int(node_resources().get("object_store_memory", 0))
+    config = beside_object_store(command.spec.engine, store_nbytes)
+    return replace(command, spec=replace(command.spec, engine=config))
 
 
 def node_resources() -> dict[str, float]:

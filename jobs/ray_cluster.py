@@ -1,4 +1,4 @@
-"""The Ray that RAY_ADDRESS names, looked at without Ray: does somebody answer there?"""
+"""The Ray that a job runs in, without Ray: which one, and does somebody answer there?"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from jobs.records import RunnerError
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 AUTH_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
 PROBE_TIMEOUT_S = 3.0
+OBJECT_STORE_NBYTES = 80 << 20  # of a Ray of our own; its least is 75 MiB, its default a third
 
 
 def cluster_address(environ: Mapping[str, str]) -> str | None:

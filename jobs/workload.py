@@ -17,11 +17,12 @@ from engine.planner import Workload
 from engine.tokenizer import Tokenizer
 from jobs.columns import bind_columns
 from jobs.dataset import RowReader, build_manifest, count_rows, read_schema
-from jobs.messages import StartJob
+from jobs.messages import WINDOW_OUTPUTS, StartJob
 from jobs.prepare import RowPreparer
 from jobs.records import JobSpec, Manifest
 from jobs.row_index import is_indexed
 from jobs.row_source import TextModel, make_preparer
+from jobs.sharing import SampledRow, Sharing, estimate_sharing
 
 SAMPLE_ROWS = 200
 SAMPLE_PLACES = 8  # spread over the input
@@ -63,6 +64,8 @@ class RowSample:
     num_sampled: that were read; num_bad of them cannot run
     prompt_tokens: mean of those that can run
     output_tokens: mean of what each may generate: its max_tokens, as far as the context goes
+    stored_tokens: of each that can run, positions that it may take in the KV cache
+    sharing: what need not be computed
     """
 
     num_rows: int
@@ -72,13 +75,19 @@ class RowSample:
     num_bad: int
     prompt_tokens: float
     output_tokens: float
+    stored_tokens: tuple[int, ...]
+    sharing: Sharing
 
     @property
     def workload(self) -> Workload:
+        sharing = self.sharing
         return Workload(
-            num_rows=max(1, self.num_rows * self.num_samples),
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=max(1.0, self.output_tokens),
+            num_rows=max(1, round(self.num_rows * sharing.outputs_per_row)),
+            prompt_tokens=sharing.prompt_tokens,
+            output_tokens=max(1.0, sharing.output_tokens),
+            reused_tokens=sharing.reused_tokens,
+            reused_pages=sharing.reused_pages,
+            longest_tokens=max(self.stored_tokens, default=0),
         )
 
 
@@ -115,36 +124,50 @@ def _sample(
     if spec.limit is not None:
         in_reach, total = min(spec.limit, in_reach), min(spec.limit, total)
     with RowReader(manifest, (), values=binding.values, on_bad_utf8=spec.on_bad_utf8) as reader:
-        requests = list(_prepared(reader, preparer, in_reach))
-    good = [request for request in requests if request is not None]
-    outputs = [_most_new(request, model.context_length) for request in good]
+        runs = list(_runs(reader, preparer, in_reach, model.context_length))
+    rows = [row for run in runs for row in run]
+    good = [row for row in rows if row is not None]
+    in_window = min(max(total, len(rows)), WINDOW_OUTPUTS // spec.samples)
     return RowSample(
         num_rows=total,
         num_samples=spec.samples,
         is_estimate=(nbytes_per_excerpt or 1.0) > 1.0 and total != spec.limit,
-        num_sampled=len(requests),
-        num_bad=len(requests) - len(good),
-        prompt_tokens=_mean([len(request.token_ids) for request in good]),
-        output_tokens=_mean(outputs),
+        num_sampled=len(rows),
+        num_bad=len(rows) - len(good),
+        prompt_tokens=_mean([len(row.request.token_ids) for row in good]),
+        output_tokens=_mean([row.output_tokens for row in good]),
+        stored_tokens=tuple(len(row.request.token_ids) + row.output_tokens - 1 for row in good),
+        sharing=estimate_sharing(
+            runs, num_rows=in_window, num_samples=spec.samples, dedupe=spec.dedupe
+        ),
     )
 
 
-def _prepared(reader: RowReader, preparer: RowPreparer, num_rows: int) -> Iterator[Request | None]:
-    """Requests of the sampled rows; None for one that cannot run."""
+def _runs(
+    reader: RowReader, preparer: RowPreparer, num_rows: int, context_length: int
+) -> Iterator[list[SampledRow | None]]:
+    """The sampled rows, in runs; None for one that cannot run."""
     deadline = time.monotonic() + SAMPLE_S
     for begin, end in sample_ranges(num_rows):
-        for first, batch in reader.read(begin, end):
-            for offset, values in enumerate(batch.values):
-                yield _request(preparer, first + offset, values)
+        yield [
+            _sampled(preparer, first + offset, values, context_length)
+            for first, batch in reader.read(begin, end)
+            for offset, values in enumerate(batch.values)
+        ]
         if time.monotonic() > deadline:
             return
 
 
-def _request(preparer: RowPreparer, row: int, values: dict[str, Any] | RowError) -> Request | None:
+def _sampled(
+    preparer: RowPreparer, row: int, values: dict[str, Any] | RowError, context_length: int
+) -> SampledRow | None:
     if isinstance(values, RowError):
         return None
-    prepared, _ = preparer.prepare(row, values)
-    return prepared if isinstance(prepared, Request) else None
+    prepared, facts = preparer.prepare(row, values)
+    if not isinstance(prepared, Request):
+        return None
+    most_new = min(prepared.params.max_tokens, context_length - len(prepared.token_ids))
+    return SampledRow(prepared, facts.sampling_params or "", most_new)
 
 
 def sample_ranges(num_rows: int) -> list[tuple[int, int]]:
@@ -155,10 +178,6 @@ def sample_ranges(num_rows: int) -> list[tuple[int, int]]:
     order = sorted(range(SAMPLE_PLACES), key=lambda place: f"{place:03b}"[::-1])
     begins = [place * (num_rows - length) // (SAMPLE_PLACES - 1) for place in order]
     return [(begin, begin + length) for begin in begins]
-
-
-def _most_new(request: Request, context_length: int) -> int:
-    return min(request.params.max_tokens, context_length - len(request.token_ids))
 
 
 def _mean(values: list[int]) -> float:

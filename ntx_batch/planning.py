@@ -6,12 +6,15 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from engine.alternatives import Alternative
 from engine.gguf_file import GgufFile
 from engine.hparams import Hparams, read_hparams
 from engine.kv_cache import pages_for
 from engine.loading import reader_name
+from jobs.budget import beside_object_store
 from jobs.home import Home
-from jobs.job_plan import JobPlan, plan_job
+from jobs.job_plan import JobPlan, plan_alternatives, plan_job
+from jobs.ray_cluster import OBJECT_STORE_NBYTES
 from jobs.records import JobSpec
 from jobs.workload import ModelText, RowSample, sample_rows
 from ntx_batch.preflight import check_job
@@ -36,6 +39,9 @@ def make_report(spec: JobSpec, home: Home) -> dict[str, Any]:
 
     ops = open_ops(spec.engine)
     spec = replace(spec, engine=resolved(spec.engine, ops))
+    if ops.name != "cpu":
+        on_gpu = replace(spec.engine, device="gpu")
+        spec = replace(spec, engine=beside_object_store(on_gpu, OBJECT_STORE_NBYTES))
     try:
         planned = plan_job(
             file,
@@ -50,9 +56,13 @@ def make_report(spec: JobSpec, home: Home) -> dict[str, Any]:
             "model": _model(file, hparams),
             "memory": _memory(spec, planned),
             "placement": _placement(spec, planned),
-            "rows": _rows(sample),
+            "rows": _rows(sample, planned),
             "rates": _rates(ops.num_workers, planned),
-            "predicted": _predicted(planned, sample),
+            "predicted": _predicted(planned),
+            "alternatives": [
+                _alternative(planned, other)
+                for other in plan_alternatives(planned, file, hparams, spec.engine, ops)
+            ],
         }
     finally:
         ops.close()
@@ -105,15 +115,22 @@ def _placement(spec: JobSpec, planned: JobPlan) -> dict[str, Any]:
     }
 
 
-def _rows(sample: RowSample) -> dict[str, Any]:
+def _rows(sample: RowSample, planned: JobPlan) -> dict[str, Any]:
+    """num_computed: outputs that are no copies, about; computed_prompt_tokens: of each of them;
+    num_too_long: sampled rows that the KV cache does not hold even alone"""
+    pages = [pages_for(stored) for stored in sample.stored_tokens]
     return {
         "num_rows": sample.num_rows,
         "num_samples": sample.num_samples,
         "is_estimate": sample.is_estimate,
         "num_sampled": sample.num_sampled,
         "num_bad": sample.num_bad,
+        "num_computed": sample.workload.num_rows,
         "prompt_tokens": round(sample.prompt_tokens, 1),
+        "computed_prompt_tokens": planned.plan.predicted["computed_prompt_tokens"],
         "max_output_tokens": round(sample.output_tokens, 1),
+        "longest_tokens": sample.workload.longest_tokens,
+        "num_too_long": sum(count > planned.plan.kv_pages for count in pages),
     }
 
 
@@ -133,12 +150,21 @@ def _rates(num_threads: int, planned: JobPlan) -> dict[str, Any]:
     }
 
 
-def _predicted(planned: JobPlan, sample: RowSample) -> dict[str, Any]:
+def _predicted(planned: JobPlan) -> dict[str, Any]:
     predicted = dict(planned.plan.predicted)
-    work = sample.workload
-    row_pages = max(1, pages_for(work.whole_prompt + work.whole_output - 1))
+    return {**predicted, "hours": predicted["job_s"] / 3600}
+
+
+def _alternative(planned: JobPlan, other: Alternative) -> dict[str, Any]:
+    """times: seconds of the job over those of the plan; is_asked: not the planner's to decide"""
+    predicted = None if other.plan is None else other.plan.predicted
     return {
-        **predicted,
-        "kv_rows": planned.plan.kv_pages // row_pages,
-        "hours": predicted["job_s"] / 3600,
+        "decision": other.decision,
+        "chosen": other.chosen,
+        "instead": other.instead,
+        "is_asked": other.is_asked,
+        "refusal": other.refusal or None,
+        "tokens_per_s": predicted and predicted["tokens_per_s"],
+        "job_s": predicted and predicted["job_s"],
+        "times": predicted and predicted["job_s"] / planned.plan.predicted["job_s"],
     }

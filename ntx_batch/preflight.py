@@ -14,7 +14,7 @@ from engine.hparams import Hparams, check_tensors, read_hparams
 from engine.params import validate_params
 from engine.pretokenizers import find_pre_tokenizer
 from engine.requests import RowError, TokenizerError
-from jobs.budget import check_cpu_budget
+from jobs.budget import check_budget, check_host_memory, check_threads
 from jobs.columns import bind_columns
 from jobs.dataset import SAMPLE_NBYTES, build_manifest, read_schema
 from jobs.fingerprint import read_fingerprint
@@ -52,8 +52,11 @@ def check_job(spec: JobSpec, *, overwrite: bool = False, checks_budget: bool = T
     choice = choose_job_device(spec.engine)
     file = GgufFile.open(spec.model)
     hparams = _check_model(spec, file)
-    if checks_budget and choice.device == "cpu":
-        check_cpu_budget(spec.engine, file, hparams)
+    check_threads(spec.engine)
+    if choice.device == "gpu":
+        check_host_memory(spec.engine)
+    if checks_budget:
+        check_budget(spec.engine, choice.device, file, hparams)
     _check_tokenizer(spec, file)
     manifest, binding = _check_input(spec)
     overwrites = _check_output(spec, manifest, overwrite=overwrite)

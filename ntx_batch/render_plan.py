@@ -27,12 +27,39 @@ def rate_text(nbytes_per_s: float | None) -> str:
 def print_plan(report: Mapping[str, Any]) -> None:
     """The plan of a job: where weights are, where memory goes, and what that should give."""
     print_facts(dict(_plan_facts(report)))
+    print_table(_alternatives_table(report))
+
+
+def _alternatives_table(report: Mapping[str, Any]) -> Table:
+    """What would come of the job if one decision were another."""
+    table = Table(
+        box=None, padding=(0, 2, 0, 0), title="One decision changed", title_justify="left"
+    )
+    for name in ("decision", "chosen", "instead"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens/s", "time", "times"):
+        table.add_column(name, no_wrap=True, justify="right")
+    table.add_column("", overflow="fold")
+    predicted = report["predicted"]
+    table.add_row("this plan", *("", ""), *_speed_cells(predicted, 1.0), "")
+    for other in report["alternatives"]:
+        cells = ("-",) * 3 if other["refusal"] else _speed_cells(other, other["times"])
+        note = f"does not fit: {other['refusal']}" if other["refusal"] else ""
+        if other["is_asked"]:
+            note = "; ".join(["your choice", *([note] if note else [])])
+        table.add_row(other["decision"], other["chosen"], other["instead"], *cells, note)
+    return table
+
+
+def _speed_cells(found: Mapping[str, Any], times: float) -> tuple[str, str, str]:
+    return f"{found['tokens_per_s']:.1f}", duration(found["job_s"]), f"{times:.2f}"
 
 
 def _plan_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     model, rows = report["model"], report["rows"]
     yield "model", f"{model['file']}: {model['layers']} layers, {nbytes_text(model['nbytes'])}"
     yield "rows", _rows_text(rows)
+    yield from _reuse_facts(rows)
     yield from _placement_facts(report["placement"])
     yield from _memory_facts(report["memory"], report["predicted"])
     yield "this machine", _rates_text(report["rates"])
@@ -48,6 +75,27 @@ def _rows_text(rows: Mapping[str, Any]) -> str:
         f"({rows['num_sampled']} rows read{bad}), answers of {rows['max_output_tokens']:.0f}, the "
         "most that they may have"
     )
+
+
+def _reuse_facts(rows: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What need not be computed, and what cannot be, where there is any."""
+    parts = []
+    if rows["num_computed"] < rows["num_rows"] * rows["num_samples"]:
+        parts.append(f"about {rows['num_computed']:,} outputs are computed, the others are copies")
+        if rows["num_bad"]:
+            parts[-1] += " or cannot run"
+    if rows["computed_prompt_tokens"] <= rows["prompt_tokens"] - 1:
+        tokens = rows["computed_prompt_tokens"]
+        parts.append(f"of each prompt about {tokens:.0f} tokens are computed, the others shared")
+    if parts:
+        yield "reuse", "; ".join(parts)
+    if rows["num_too_long"]:
+        yield (
+            "too long",
+            f"{rows['num_too_long']} of {rows['num_sampled']} rows read, of up to "
+            f"{rows['longest_tokens']:,} tokens with their answers: the KV cache holds none of "
+            "them; raise --memory or --kv-memory, or lower --max-tokens",
+        )
 
 
 def _placement_facts(placement: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -23,12 +23,13 @@ FREE = SweepCost(layers=Curve.line(0.0, 0.0), head=Curve.line(0.0, 0.0))
 NOTHING = Pace(cost=FREE, streams={"disk": 0.0})
 
 workloads = st.builds(
-    lambda rows, prompt, output: Workload(
-        num_rows=rows, prompt_tokens=prompt, output_tokens=output
+    lambda rows, prompt, output, share: Workload(
+        num_rows=rows, prompt_tokens=prompt, output_tokens=output, reused_tokens=share * prompt
     ),
     st.integers(1, 300),
     st.floats(0, 200),
     st.floats(1, 60),
+    st.one_of(st.just(0.0), st.floats(0, 1)),
 )
 boards = st.builds(
     lambda tokens, rows: Board(sweep_tokens=tokens, max_rows=min(tokens, rows)),
@@ -38,15 +39,17 @@ boards = st.builds(
 
 
 @given(workloads, boards)
-def test_every_token_of_every_row_is_computed_once(work: Workload, board: Board) -> None:
+def test_every_token_is_computed_once_but_those_taken_over(work: Workload, board: Board) -> None:
     """Of a long job the rest is carried on from its first generations, and so is about right."""
     found = forecast(work, board, NOTHING)
     prompt, output, rows = work.whole_prompt, work.whole_output, work.num_rows
     length = prompt + output - 1  # the last token is never fed back
+    reused = prompt - work.whole_computed
+    assert 0 <= reused < prompt
     assert found.outputs == pytest.approx(rows * output)
-    assert found.tokens == pytest.approx(rows * length)
+    assert found.tokens == pytest.approx(rows * (length - reused))
     assert found.decode_positions + found.prefill_positions == pytest.approx(
-        rows * length * (length + 1) / 2
+        rows * (length * (length + 1) - reused * (reused + 1)) / 2
     )
     assert found.tokens <= found.num_sweeps * board.sweep_tokens * (1 + 1e-9)
     assert found.outputs <= found.num_sweeps * board.max_rows * (1 + 1e-9)
@@ -67,8 +70,8 @@ def test_sweeps_are_those_of_the_scheduler(work: Workload, board: Board) -> None
     while waiting or rows:
         budget = admission_budget(progress(), board.sweep_tokens)
         while waiting and budget > 0 and len(rows) < board.max_rows:
-            rows[work.num_rows - waiting] = [prompt, 0]
-            waiting, budget = waiting - 1, budget - prompt
+            rows[work.num_rows - waiting] = [prompt, prompt - work.whole_computed]
+            waiting, budget = waiting - 1, budget - work.whole_computed
         chunks = compose_sweep(progress(), board.sweep_tokens)
         taken += 1
         seconds += pace.sweep_s(load_of(chunks))[0]

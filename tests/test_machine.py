@@ -6,7 +6,12 @@ from pathlib import Path
 
 import psutil
 
-from engine.machine import cgroup_free_nbytes, free_memory_nbytes
+from engine.machine import (
+    all_memory_nbytes,
+    cgroup_free_nbytes,
+    cgroup_limit_nbytes,
+    free_memory_nbytes,
+)
 
 GIB = 1 << 30
 
@@ -25,8 +30,11 @@ def test_the_tightest_of_nested_groups_counts_and_page_cache_is_free(tmp_path: P
     make_group(root, "max", 50 * GIB, 0)
     membership.write_text("0::/outer/inner\n")
     assert cgroup_free_nbytes(root, membership) == 3 * GIB
+    assert cgroup_limit_nbytes(root, membership) == 8 * GIB
     membership.write_text("0::/\n")
     assert cgroup_free_nbytes(root, membership) is None
+    assert cgroup_limit_nbytes(root, membership) is None
+    assert free_memory_nbytes() < all_memory_nbytes() <= psutil.virtual_memory().total
 
 
 def test_a_group_past_its_limit_has_nothing_free(tmp_path: Path) -> None:

@@ -97,6 +97,59 @@ def test_a_budget_below_the_model_streams_and_holds(
     assert found["predicted"]["rows_on_board"] <= 30
 
 
+def test_what_else_there_was_to_choose_is_told(ntx: Command, prompts: Path, model: Path) -> None:
+    found = plan(
+        ntx, *(prompts, "--model", model, "--memory", "75MiB", "--max-tokens", "9"), "--kv-type=f16"
+    )
+    others = {(each["decision"], each["instead"]): each for each in found["alternatives"]}
+    assert others["KV type", "f32"]["is_asked"] and ("KV type", "f16") not in others
+    assert "bytes more than there are" in others["weights", "as float32"]["refusal"]
+    assert others["weights", "as float32"]["job_s"] is None
+    fitting = [each for each in found["alternatives"] if each["refusal"] is None]
+    assert {each["decision"] for each in fitting} >= {"resident layers", "KV pages", "KV type"}
+    for each in fitting:
+        job_s = found["predicted"]["job_s"]
+        assert each["times"] == pytest.approx(each["job_s"] / job_s)
+        if each["decision"] != "KV type":
+            assert each["tokens_per_s"] <= 1.02 * found["predicted"]["tokens_per_s"]
+
+
+def test_shared_beginnings_and_copies_count_once(ntx: Command, model: Path, tmp_path: Path) -> None:
+    beginning = "the same words in each prompt " * 20
+    each = [f"{beginning}{n}" for n in range(90)]
+    path = write_prompts(tmp_path / "shared.parquet", [*each, *each[:60]])
+    found = plan(ntx, path, "--model", model, "--max-tokens", "9")
+    rows = found["rows"]
+    assert (rows["num_rows"], rows["num_computed"]) == (150, 90)
+    assert rows["computed_prompt_tokens"] < 0.1 * rows["prompt_tokens"]
+    assert found["predicted"]["computed_prompt_tokens"] == rows["computed_prompt_tokens"]
+    shown = ntx("plan", path, "--model", model, "--max-tokens", "9").out
+    assert "about 90 outputs are computed, the others are copies" in " ".join(shown.split())
+    every = plan(ntx, path, "--model", model, "--max-tokens", "9", "--no-dedupe")["rows"]
+    assert every["num_computed"] == 150
+
+
+def test_the_cache_holds_the_longest_row_or_one_is_told(
+    ntx: Command, model: Path, tmp_path: Path
+) -> None:
+    path = write_prompts(tmp_path / "uneven.parquet", ["a"] * 9 + ["a b c d " * 60])
+    options = (path, "--model", model, "--max-tokens", "4", "--memory", "90MiB")
+    found = plan(ntx, *options)
+    longest = found["rows"]["longest_tokens"]
+    assert longest > 200 and found["memory"]["kv_pages"] >= -(-longest // 32)
+    assert found["rows"]["num_too_long"] == 0
+    small = (*options, "--kv-memory", "2MiB")
+    assert plan(ntx, *small)["rows"]["num_too_long"] == 1
+    assert "1 of 10 rows read" in ntx("plan", *small).out
+
+
+def test_more_threads_than_cores_are_refused(ntx: Command, prompts: Path, model: Path) -> None:
+    for command in ("plan", "submit"):
+        refused = ntx(command, prompts, "--model", model, "--threads", "6400")
+        assert (refused.code, refused.out) == (2, "")
+        assert "threads is 6400" in refused.err and "cores" in refused.err
+
+
 def test_people_see_placement_memory_and_time(ntx: Command, prompts: Path, model: Path) -> None:
     shown = ntx(
         *("plan", prompts, "--model", model, "--memory", "75MiB", "--sweep-tokens", "64"),
@@ -140,13 +193,18 @@ def test_people_see_the_tiers_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> No
             "is_estimate": False,
             "num_sampled": 5,
             "num_bad": 0,
+            "num_computed": 5,
             "prompt_tokens": 3.0,
+            "computed_prompt_tokens": 3.0,
             "max_output_tokens": 4.0,
+            "longest_tokens": 6,
+            "num_too_long": 0,
         },
         "placement": placement,
         "memory": {**memory, "host_nbytes": 50 * MIB, "asked_nbytes": None, "kv_type": "f16"},
         "rates": {**rates, "flops_per_s": 6e14, "values_per_s": {}},
         "predicted": predicted,
+        "alternatives": [],
     }
     print_plan(report)
     shown = " ".join(capsys.readouterr().out.split())
