@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from engine import Engine, EngineError, Request, SamplingParams
+from engine import Engine, EngineError, FinishedRow, Request, SamplingParams
 from jobs.achieved import achieved
 from jobs.board import Board
 from jobs.energy import EnergyMeter, open_meter
 from jobs.isolation import RowLoss
+from jobs.kv_sample import APPROXIMATE, KvSample
 from jobs.messages import (
     AddShard,
     BatchDone,
@@ -205,6 +206,9 @@ class _RunningJob:
         self._sweeps_before = engine.sweeps.totals.copy()
         self._meter = meter
         self._joules_before = meter.joules()
+        approximates = engine.config.kv_type in APPROXIMATE
+        self._kv_sample = KvSample() if approximates else None
+        self._kv_accuracy: Mapping[str, Any] | None = None
         self._first_admission_at: float | None = None
         self._flushed_at = time.monotonic()
         self._sweeps_told = engine.sweeps.totals.num_sweeps
@@ -227,6 +231,8 @@ class _RunningJob:
             target = min(target, self._max_rows - engine.num_running)
         while engine.num_waiting < target and (request := source.next_request()) is not None:
             engine.add(request)
+            if self._kv_sample is not None:
+                self._kv_sample.add(request)
 
     def _read_ahead(self, num_wanted: int) -> None:
         """Prepare rows while the window has room, until time is up."""
@@ -252,11 +258,25 @@ class _RunningJob:
         if self._board is not None:
             self._board.begin(self.rows_on_board())
         for row in self.engine.sweep():
-            self.source.finish(row)
+            self._finish(row)
         if self._board is not None:
             self._board.end()
         for (row_index, sample_index), error in self._clock.late_rows(self.engine.rows_on_board()):
-            self.source.finish(self.engine.cancel_row(row_index, sample_index, error))
+            self._finish(self.engine.cancel_row(row_index, sample_index, error))
+        self._measure_kv()
+
+    def _finish(self, row: FinishedRow) -> None:
+        self.source.finish(row)
+        if self._kv_sample is not None:
+            self._kv_sample.finish(row)
+
+    def _measure_kv(self) -> None:
+        """Once, when the first rows are through; before they are told of, so that it is known."""
+        sample, kv_type = self._kv_sample, self.engine.config.kv_type
+        if sample is None or not sample.is_complete(no_more=not self._has_rows):
+            return
+        assert kv_type is not None
+        self._kv_accuracy, self._kv_sample = sample.measure(self.engine, kv_type), None
 
     def rows_on_board(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(row for row, _ in self.engine.rows_on_board()))
@@ -303,6 +323,7 @@ class _RunningJob:
                 completion_tokens=completion_tokens,
                 probed_nbytes_per_s=rates.disk_nbytes_per_s if rates else None,
             ),
+            kv_accuracy=self._kv_accuracy,
             energy_j=None if joules is None or before is None else joules - before,
         )
 

@@ -208,6 +208,8 @@ class JobRun:
         }
         if progress.achieved:
             self._record["achieved"] = dict(progress.achieved)
+        if progress.kv_accuracy is not None:
+            self._record["kv_accuracy"] = dict(progress.kv_accuracy)
         self._progress_log.take(
             event.attempt,
             progress,

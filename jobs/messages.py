@@ -91,6 +91,7 @@ class Progress:
 
     rows_waiting: read and prepared, and not on board
     achieved: as `jobs.achieved` has it
+    kv_accuracy: as `jobs.kv_sample` has it, once it was measured
     energy_j: that the machine took; None where it has no counter to read
     """
 
@@ -101,6 +102,7 @@ class Progress:
     completion_tokens: int
     first_admission_at: float | None
     achieved: Mapping[str, Any] = field(default_factory=dict)
+    kv_accuracy: Mapping[str, Any] | None = None
     energy_j: float | None = None
 
 

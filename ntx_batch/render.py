@@ -157,6 +157,7 @@ def print_status(job: Job, now: float) -> None:
             "results": job.results_dir,
             **device_facts(job),
             **achieved_facts(job),
+            **_kv_facts(job),
         }
     )
 
@@ -172,6 +173,20 @@ def _saved_facts(job: Job) -> dict[str, str]:
         share = reused_share(job)
         facts["reused"] = f"{job.reused_tokens:,} prompt tokens, {share:.0%} of those read"
     return facts
+
+
+def _kv_facts(job: Job) -> dict[str, str]:
+    """What a KV cache that approximates changed, on the job's first rows."""
+    found = job.record.get("kv_accuracy")
+    if not found:
+        return {}
+    if "error" in found:
+        return {"KV cache": f"{found['kv_type']}; what it changes is not known: {found['error']}"}
+    return {
+        "KV cache": f"{found['kv_type']}; of {found['num_tokens']} tokens in {found['num_rows']} "
+        f"rows {found['greedy_agreement']:.1%} have the same most likely one as with "
+        f"{found['reference']}, log-probabilities differ by {found['mean_logprob_difference']:.2g}"
+    }
 
 
 def device_facts(job: Job) -> dict[str, str]:
