@@ -91,8 +91,8 @@ class Progress:
 
     rows_waiting: read and prepared, and not on board
     achieved: as `jobs.achieved` has it
-    kv_accuracy: as `jobs.kv_sample` has it, once it was measured
     energy_j: that the machine took; None where it has no counter to read
+    kv_accuracy: as `jobs.kv_sample` has it, once it was measured
     """
 
     rows_on_board: int
@@ -102,8 +102,8 @@ class Progress:
     completion_tokens: int
     first_admission_at: float | None
     achieved: Mapping[str, Any] = field(default_factory=dict)
-    kv_accuracy: Mapping[str, Any] | None = None
     energy_j: float | None = None
+    kv_accuracy: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
