@@ -94,9 +94,10 @@ def repredicted(
     )
     rows = planned["rows"]
     workload = Workload(
-        num_rows=rows["num_rows"],
+        num_rows=rows["num_computed"],
         prompt_tokens=rows["prompt_tokens"],
         output_tokens=rows["max_output_tokens"],
+        reused_tokens=rows["prompt_tokens"] - rows["computed_prompt_tokens"],
     )
     ops = open_ops(spec.engine)
     try:
