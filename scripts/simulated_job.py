@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from engine import Engine, EngineConfig, FinishedRow, Request
 from engine.forecast import Pace
@@ -66,10 +66,23 @@ class Outcome:
         return self.output_tokens / self.seconds
 
 
+class Feed(Protocol):
+    """Rows in some order."""
+
+    def fill(self, engine: Engine) -> None:
+        """Let as many rows wait in the engine as it may admit soon."""
+
+    def finish(self, row: FinishedRow) -> None:
+        """A row has ended."""
+
+
+MakeFeed = Callable[[Rows, int, int], Feed]
+
+
 class RowFeed:
     """Rows in the order in which a job hands them to its engine, as fast as they are wanted."""
 
-    def __init__(self, rows: Rows, context_length: int, end_id: int = END_ID) -> None:
+    def __init__(self, rows: Rows, context_length: int, end_id: int) -> None:
         self._expected = ExpectedLength()
         self._queue: PrefixQueue[Request] = PrefixQueue()
         for index in range(len(rows)):
@@ -79,16 +92,26 @@ class RowFeed:
             self._queue.push(request, request.token_ids, expected)
 
     def fill(self, engine: Engine) -> None:
-        """Let as many rows wait in the engine as it may admit soon."""
         target = max(MIN_WAITING, 2 * engine.num_running)
         while engine.num_waiting < target and len(self._queue):
             engine.add(self._queue.pop())
 
+    def finish(self, row: FinishedRow) -> None:
+        self._expected.add(row.completion_tokens)
 
-def open_simulated(model: str | Path, config: EngineConfig, plan: Plan, rows: Rows) -> Engine:
+
+def open_simulated(
+    model: str | Path,
+    config: EngineConfig,
+    plan: Plan,
+    rows: Rows,
+    *,
+    engine: type[Engine] = Engine,
+) -> Engine:
     """An engine that computes nothing, by the board and the KV pages of a plan.
 
     model: of which the header alone is read
+    engine: with the policy to simulate
     """
     resident = replace(
         plan,
@@ -99,7 +122,7 @@ def open_simulated(model: str | Path, config: EngineConfig, plan: Plan, rows: Ro
         expand=False,
     )
     ends = RowEnds(rows.lengths, END_ID, OTHER_ID)
-    return Engine(
+    return engine(
         model, config, ops=cast(Ops, SimulatedOps(ends)), reader_factory=BlankReader, plan=resident
     )
 
@@ -109,14 +132,14 @@ def run_job(
     rows: Rows,
     pace: Pace | None = None,
     *,
-    end_id: int = END_ID,
-    on_finished: Callable[[FinishedRow], None] | None = None,
+    make_feed: MakeFeed = RowFeed,
 ) -> Outcome:
     """Run rows through an engine, as a job does.
 
     pace: what sweeps take; None: what the engine measured
+    make_feed: out of rows, the engine's context length, and the token that ends rows
     """
-    feed, outcome = RowFeed(rows, engine.context_length, end_id), Outcome()
+    feed, outcome = make_feed(rows, engine.context_length, END_ID), Outcome()
     before = replace(engine.totals)
     while True:
         feed.fill(engine)
@@ -131,8 +154,7 @@ def run_job(
             assert row.completion_tokens == rows.lengths[row.row_index], row
             outcome.num_rows += 1
             outcome.output_tokens += row.completion_tokens
-            if on_finished is not None:
-                on_finished(row)
+            feed.finish(row)
     totals = engine.totals
     outcome.reused_tokens = totals.reused_tokens - before.reused_tokens
     prompt_tokens = totals.prompt_tokens - before.prompt_tokens

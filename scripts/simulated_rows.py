@@ -34,7 +34,26 @@ class Mix:
         body = self.median * np.exp(self.sigma * rng.standard_normal(num_rows))
         tail = self.tail_from * (1 + rng.pareto(self.tail_alpha, num_rows))
         lengths = np.where(rng.random(num_rows) < self.tail_share, tail, body)
-        return np.clip(np.rint(lengths), 1, most).astype(np.int64)
+        return _whole(lengths, most)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByPrefix:
+    """Output lengths that go with the beginning of a prompt: a lognormal for each of them.
+
+    median, sigma: of the medians of these; row_sigma: of rows around theirs
+    """
+
+    median: float = 64.0
+    sigma: float = 1.0
+    row_sigma: float = 0.5
+
+    def draw(self, prefixes: npt.NDArray[np.int64], most: int, seed: int) -> Lengths:
+        """prefixes: (num_rows,) index of each row's beginning"""
+        rng = np.random.default_rng([seed, 3])
+        medians = self.median * np.exp(self.sigma * rng.standard_normal(prefixes.max() + 1))
+        factors = np.exp(self.row_sigma * rng.standard_normal(len(prefixes)))
+        return _whole(medians[prefixes] * factors, most)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +80,18 @@ class Rows:
         return Request(row_index=index, token_ids=self.prompts[index], params=params)
 
 
+def _whole(lengths: npt.NDArray[np.float64], most: int) -> Lengths:
+    whole: Lengths = np.clip(np.rint(lengths), 1, most).astype(np.int64)
+    return whole
+
+
+def prefixes_of(num_rows: int, num_prefixes: int, seed: int = 0) -> npt.NDArray[np.int64]:
+    """(num_rows,) index of the beginning of each prompt; its own for each row where there are 0."""
+    if not num_prefixes:
+        return np.arange(num_rows)
+    return np.random.default_rng([seed, 4]).integers(0, num_prefixes, num_rows)
+
+
 def random_prompts(
     num_rows: int,
     num_tokens: int,
@@ -72,11 +103,7 @@ def random_prompts(
 ) -> list[TokenIds]:
     """Prompts of `num_tokens`, the first `prefix_tokens` out of so many beginnings, shuffled."""
     rng = np.random.default_rng([seed, 2])
-    own = num_tokens - prefix_tokens
-    ends = rng.integers(LOWEST_ID, vocab_size, (num_rows, own), np.int32)
-    if not num_prefixes:
-        begins = rng.integers(LOWEST_ID, vocab_size, (num_rows, prefix_tokens), np.int32)
-        return list(np.concatenate([begins, ends], axis=1))
-    begins = rng.integers(LOWEST_ID, vocab_size, (num_prefixes, prefix_tokens), np.int32)
-    chosen = begins[rng.integers(0, num_prefixes, num_rows)]
-    return list(np.concatenate([chosen, ends], axis=1))
+    prefixes = prefixes_of(num_rows, num_prefixes, seed)
+    ends = rng.integers(LOWEST_ID, vocab_size, (num_rows, num_tokens - prefix_tokens), np.int32)
+    begins = rng.integers(LOWEST_ID, vocab_size, (prefixes.max() + 1, prefix_tokens), np.int32)
+    return list(np.concatenate([begins[prefixes], ends], axis=1))
