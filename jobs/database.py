@@ -54,8 +54,13 @@ class Database:
     def atomic(self) -> Iterator[None]:
         """All writes within happen, or none. Waits for other writers up to the busy timeout.
 
+        Within another it is a part of that one; an error must then leave both.
+
         Raises StoreError: SQLite's own words and which database; nothing was written.
         """
+        if self._connection.in_transaction:
+            yield
+            return
         # NOTE: a plain BEGIN that turns into a write fails at once under contention.
         with self._errors("refuses a write"), self._transaction("BEGIN IMMEDIATE"):
             yield

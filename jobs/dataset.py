@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -73,6 +73,7 @@ def build_manifest(
     delimiter: str | None = None,
     on_bad_utf8: OnBadUtf8 = "error",
     sample_nbytes: int | None = SAMPLE_NBYTES,
+    only: Container[str] | None = None,
 ) -> Manifest:
     """Freeze the input: a file, a folder with all below it, or a pattern; sorted by path.
 
@@ -82,11 +83,14 @@ def build_manifest(
 
     encoding, delimiter: of CSV; None takes UTF-8, and a tab for .tsv or what the header suggests
     sample_nbytes: of text read here; None reads it all
+    only: paths; other files of the input are left out as if they were not there
 
     Raises DatasetError: nothing to read there, files that cannot be read or do not go together.
     Raises SpecError: an encoding or delimiter that will not do.
     """
     found = find_files(input_path)
+    if only is not None:
+        found.paths = [path for path in found.paths if str(path) in only]
     files, names = _partitioned(found)
     manifest = Manifest(
         files=files, skipped=tuple(found.skipped), format=found.format, partitions=names

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from jobs.records import DatasetError
+from jobs.records import DatasetError, NoInputError
 
 Format = Literal["parquet", "jsonl", "csv"]
 FORMATS: dict[str, Format] = {
@@ -42,7 +42,8 @@ def find_files(input_path: str | Path) -> InputFiles:
 
     A single file of an ending that is not known counts as Parquet.
 
-    Raises DatasetError: there is none, one has no bytes, or they are of several formats.
+    Raises NoInputError: there is none.
+    Raises DatasetError: one has no bytes, or they are of several formats.
     """
     path = Path(os.path.abspath(input_path))
     if path.is_dir():
@@ -52,9 +53,9 @@ def find_files(input_path: str | Path) -> InputFiles:
     elif glob.has_magic(str(path)):
         found = _split(_fixed_prefix(path), _matches(path))
     else:
-        raise DatasetError(f"there is no input {path}")
+        raise NoInputError(f"there is no input {path}")
     if not found.paths:
-        raise DatasetError(_nothing_found(path, found))
+        raise NoInputError(_nothing_found(path, found))
     for file_path in found.paths:
         if file_path.stat().st_size == 0:
             raise DatasetError(f"input file {file_path} is empty (0 bytes): write it again")

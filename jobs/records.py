@@ -2,10 +2,12 @@
 
 JobError
 ├── JobNotFoundError       no job, or several, match an id prefix
+│   └── ScheduleNotFoundError  no schedule has this name
 ├── SpecError              a job's spec contradicts itself, its model or its input
 ├── KeyTakenError          a job was submitted with this key before
 ├── ChangedError           input, model or program are not those that a job was submitted with
 ├── DatasetError           the input cannot be read as rows
+│   └── NoInputError       no file is where the input should be
 ├── ResultsError           the results folder cannot be used, or a part is not ours
 │   └── OutputError        a folder or file that was named to write to is not one to write to
 ├── RunnerError            the runner cannot start or is not the one asked for
@@ -57,6 +59,10 @@ class JobNotFoundError(JobError):
     """No job, or more than one, matches an id prefix."""
 
 
+class ScheduleNotFoundError(JobNotFoundError):
+    """No schedule has this name."""
+
+
 class SpecError(JobError):
     """A spec contradicts itself, its model or its input."""
 
@@ -75,6 +81,10 @@ class ChangedError(JobError):
 
 class DatasetError(JobError):
     """The input cannot be read as rows."""
+
+
+class NoInputError(DatasetError):
+    """No file is where the input should be; what is there may come later."""
 
 
 class ResultsError(JobError):
@@ -238,6 +248,7 @@ class Job:
 
     key: of `submit --key`
     retry_of: the job whose failed rows it runs again
+    schedule, run: the name of the schedule that made it, and which of its runs it is
     fingerprint: as of the submit; more is added when the job first starts
 
     request: what a client asks of the runner that runs the job
@@ -271,6 +282,8 @@ class Job:
     record: Mapping[str, Any] = field(default_factory=dict)
     key: str | None = None
     retry_of: str | None = None
+    schedule: str | None = None
+    run: int | None = None
     fingerprint: Fingerprint | None = None
 
     @property

@@ -39,7 +39,12 @@ def check_unchanged_job(
 
 
 def new_input_files(job: Job) -> list[str]:
-    """Files of the input that came after the submit; the job does not read them."""
+    """Files of the input that came after the submit; the job does not read them.
+
+    Those of a schedule's input are for other runs.
+    """
+    if job.schedule is not None:
+        return []
     known = {file.path for file in job.manifest.files}
     try:
         found = find_files(job.spec.input).paths

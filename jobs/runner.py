@@ -28,6 +28,7 @@ from jobs.job_run import JobRun, Publisher
 from jobs.processes import ProcessId, boot_id
 from jobs.publish import publish_part
 from jobs.records import DiskFullError, Job, JobError, JobRequest, JobState, RunnerError
+from jobs.schedule_watch import ScheduleWatch, StartServer, start_server
 from jobs.stop_signal import StopSignal
 from jobs.store import JobStore
 from jobs.temp_folder import space_warnings
@@ -60,6 +61,7 @@ class Runner:
     idle_exit_s: the runner ends after this long without a job
     unload_after_s: the engine ends, and its memory is free, after this long without a job
     clock: Unix seconds
+    start_schedules: starts the process that makes the jobs of schedules
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Runner:
         idle_exit_s: float = IDLE_EXIT_S,
         unload_after_s: float = UNLOAD_AFTER_S,
         clock: Callable[[], float] = time.time,
+        start_schedules: StartServer = start_server,
     ) -> None:
         self._home = home
         self._lock = lock
@@ -87,6 +90,7 @@ class Runner:
         self._attempt = 0
         self._heartbeat_at = 0.0
         self._stop = stop
+        self._schedules = ScheduleWatch(home, store, clock=clock, start=start_schedules)
 
     def run(self) -> None:
         """Clear up after the dead, then run jobs until told to stop or idle for too long."""
@@ -94,6 +98,7 @@ class Runner:
         idle_since = time.monotonic()
         try:
             while not self._stop.is_set:
+                self._schedules.hold_back()
                 job = self._claim_job()
                 if job is not None:
                     self._run_job(job)
@@ -170,6 +175,7 @@ class Runner:
             cap_log(self._home.log_path)
             with contextlib.suppress(DiskFullError):
                 self._store.set_heartbeat(os.getpid())
+                self._schedules.serve()
 
     def _discard_driver(self) -> None:
         driver, self._driver = self._driver, None
@@ -182,6 +188,7 @@ class Runner:
         run = JobRun(self._store, job, self._publish, clock=self._clock)
         with job_log(self._home.job_log_path(job.id)):
             log.info("job %s starts (attempt %d)", job.id, job.attempt)
+            self._schedules.begin()
             try:
                 check_job_environment(job)
                 run.open(lambda _: self._check_counting(job))
@@ -257,7 +264,8 @@ class Runner:
             while not dispatch.is_through:
                 self._beat()
                 request = self._store.job(run.job.id).request
-                if self._stop.is_set or request is not None or run.too_many_errors():
+                is_held = self._schedules.why_not(run.job) is not None
+                if self._stop.is_set or request or run.too_many_errors() or is_held:
                     self._stop_job(dispatch, request)
                     return True
                 for event in self._driver.wait(EVENT_TIMEOUT_S, [self._stop.fileno()]):
@@ -298,6 +306,9 @@ class Runner:
             case None if reason := run.too_many_errors():
                 run.excuse_errors()
                 run.stop("paused", reason)
+            case None if refusal := self._schedules.why_not(run.job):
+                self._schedules.note_held(run.job, refusal[0])
+                run.stop("paused", refusal[1])
             case None:
                 run.stop("interrupted", "its runner was stopped")
         log.info("job %s is %s", run.job.id, self._store.job(run.job.id).state)

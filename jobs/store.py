@@ -80,6 +80,11 @@ class JobStore(RowStore):
         self.path = Path(path)
         super().__init__(Database(self.path, busy_timeout_s=busy_timeout_s), clock)
 
+    @property
+    def database(self) -> Database:
+        """The connection, for tables of others in the same file."""
+        return self._db
+
     def close(self) -> None:
         self._db.close()
 

@@ -5,7 +5,7 @@ Nothing large is read: no tensor, no row. What is wrong here would only end the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from engine.chat import DEFAULT_TEMPLATE_KEY, TEMPLATE_KEY, ChatTemplate, PromptTemplate
@@ -41,11 +41,18 @@ class Checked:
     overwrites: tuple[OwnFile, ...] = ()
 
 
-def check_job(spec: JobSpec, *, overwrite: bool = False, checks_budget: bool = True) -> Checked:
+def check_job(
+    spec: JobSpec,
+    *,
+    overwrite: bool = False,
+    checks_budget: bool = True,
+    only: Container[str] | None = None,
+) -> Checked:
     """Check a spec against its model and its input.
 
     overwrite: parts of other jobs may be in the results folder
     checks_budget: refuse a --memory in which no row at all could run; who plans refuses more
+    only: paths; other files of the input are left out as if they were not there
 
     Raises SpecError, DatasetError, ResultsError, EngineError: what does not fit, with what to do.
     """
@@ -58,7 +65,7 @@ def check_job(spec: JobSpec, *, overwrite: bool = False, checks_budget: bool = T
     if checks_budget:
         check_budget(spec.engine, choice.device, file, hparams)
     _check_tokenizer(spec, file)
-    manifest, binding = _check_input(spec)
+    manifest, binding = _check_input(spec, only)
     overwrites = _check_output(spec, manifest, overwrite=overwrite)
     _check_templates(spec, file, uses_chat=spec.chat or binding.source == "messages")
     notes = (
@@ -89,25 +96,28 @@ def _check_output(spec: JobSpec, manifest: Manifest, *, overwrite: bool) -> list
     return []
 
 
-def _check_input(spec: JobSpec) -> tuple[Manifest, Binding]:
-    manifest = _build_manifest(spec, SAMPLE_NBYTES)
+def _check_input(spec: JobSpec, only: Container[str] | None) -> tuple[Manifest, Binding]:
+    manifest = _build_manifest(spec, SAMPLE_NBYTES, only)
     try:
         return manifest, bind_columns(spec, read_schema(manifest))
     except SpecError:
         if manifest.num_rows is not None:
             raise
     # The column may come after the first rows of a JSON lines file: look at all of them.
-    manifest = _build_manifest(spec, None)
+    manifest = _build_manifest(spec, None, only)
     return manifest, bind_columns(spec, read_schema(manifest))
 
 
-def _build_manifest(spec: JobSpec, sample_nbytes: int | None) -> Manifest:
+def _build_manifest(
+    spec: JobSpec, sample_nbytes: int | None, only: Container[str] | None
+) -> Manifest:
     manifest = build_manifest(
         spec.input,
         encoding=spec.encoding,
         delimiter=spec.delimiter,
         on_bad_utf8=spec.on_bad_utf8,
         sample_nbytes=sample_nbytes,
+        only=only,
     )
     for name in ("encoding", "delimiter"):
         if manifest.format != "csv" and getattr(spec, name) is not None:

@@ -30,6 +30,7 @@ HOMES = {
     },
     "duckdb": {"ntx_batch/results_sql.py"},
     "sqlite3": {"jobs/database.py"},
+    "croniter": {"jobs/schedule.py"},
     "typer": {"ntx_batch/cli.py", "ntx_batch/cli_options.py"},
     "cupy": {"kernels/cuda/", "engine/cuda_link.py"},
 }

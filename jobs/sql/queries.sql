@@ -246,9 +246,11 @@ SELECT * FROM runner;
 UPDATE runner SET state = 'stopping';
 
 -- stop_if_idle --
--- The runner claims no more jobs, if none waits and none runs.
+-- The runner claims no more jobs, if none waits, none runs, and no schedule may make one.
 UPDATE runner SET state = 'stopping'
 WHERE NOT EXISTS (SELECT 1 FROM job WHERE state IN ('queued', 'running', 'interrupted'))
+    AND NOT EXISTS (SELECT 1 FROM schedule WHERE paused_at IS NULL)
+    AND NOT EXISTS (SELECT 1 FROM schedule_run WHERE held = 'window')
 RETURNING id;
 
 -- delete_runner --

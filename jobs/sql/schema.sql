@@ -34,6 +34,8 @@ CREATE TABLE job (
     fingerprint TEXT,  -- of the model, and the numerics revision
     reused_tokens INTEGER NOT NULL DEFAULT 0,  -- of prompt_tokens, not computed again
     num_copied INTEGER NOT NULL DEFAULT 0,  -- rows that are copies of others
+    schedule TEXT,  -- the name of the schedule that made it
+    run INTEGER,  -- which of that schedule's runs it is
     CHECK (total IS NULL OR num_ok + num_error <= total)
 ) STRICT;
 
@@ -131,3 +133,77 @@ CREATE TABLE runner (
     started_at REAL NOT NULL,
     heartbeat_at REAL NOT NULL
 ) STRICT;
+
+-- What runs by the clock. spec: as in jobs/schedule_store.py. A name is one for people; num_runs counts on,
+-- so that no two runs have the same number.
+CREATE TABLE schedule (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL UNIQUE,
+    spec TEXT NOT NULL,
+    environment TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    paused_at REAL,  -- null where it is not paused
+    looked_at REAL NOT NULL,  -- occurrences up to here are decided on
+    next_at REAL,  -- the first occurrence after that, null where there is none
+    num_runs INTEGER NOT NULL DEFAULT 0
+) STRICT;
+
+-- What became of each occurrence, and of runs by hand. That an occurrence is here says that it is decided on.
+CREATE TABLE schedule_run (
+    id INTEGER PRIMARY KEY,
+    schedule_id INTEGER NOT NULL REFERENCES schedule (id) ON DELETE CASCADE,
+    scheduled_at REAL,  -- the occurrence; null for a run by hand, and for what was missed
+    decided_at REAL NOT NULL,
+    number INTEGER,  -- null where no job was made
+    state TEXT NOT NULL CHECK (state IN (
+        'waiting',  -- for the run before it -> as its job, nothing, refused
+        'skipped',  -- the run before it was not over
+        'missed',  -- no runner was there, and the schedule does not catch up
+        'nothing',  -- there was nothing to do
+        'refused',  -- no job could be made
+        'queued', 'running', 'paused', 'interrupted', 'completed', 'failed', 'cancelled'  -- its job is
+    )),
+    reason TEXT,
+    num_missed INTEGER NOT NULL DEFAULT 0,  -- earlier occurrences that it stands for
+    job_id TEXT REFERENCES job (id) ON DELETE SET NULL,
+    held TEXT CHECK (held IN ('window', 'max_runtime')),  -- why its schedule has paused the job
+    ran_s REAL NOT NULL DEFAULT 0,  -- how long the job ran since it was last queued
+    UNIQUE (schedule_id, scheduled_at)
+) STRICT;
+
+-- Serves the triggers below and the runner's look at its job.
+CREATE INDEX schedule_run_of_job ON schedule_run (job_id) WHERE job_id IS NOT NULL;
+
+-- Serves the search for runs that are not over.
+CREATE INDEX schedule_run_open ON schedule_run (schedule_id)
+WHERE state IN ('waiting', 'queued', 'running', 'paused', 'interrupted');
+
+-- Input files or ids that runs of a schedule took, each with the last run that did. They are done when that run's job
+-- has completed, and free again when it failed or was cancelled.
+CREATE TABLE schedule_item (
+    schedule_id INTEGER NOT NULL REFERENCES schedule (id) ON DELETE CASCADE,
+    item TEXT NOT NULL,
+    run_id INTEGER NOT NULL REFERENCES schedule_run (id) ON DELETE CASCADE,
+    PRIMARY KEY (schedule_id, item)
+) STRICT, WITHOUT ROWID;
+
+-- Serves the deletion of a run.
+CREATE INDEX schedule_item_of_run ON schedule_item (run_id);
+
+-- A run is in the state of its job.
+CREATE TRIGGER schedule_run_follows AFTER UPDATE OF state ON job WHEN NEW.schedule IS NOT NULL
+BEGIN
+    UPDATE schedule_run
+    SET state = NEW.state, reason = NEW.reason,
+        held = iif(NEW.state = 'paused', held, NULL),
+        ran_s = iif(NEW.state = 'queued', 0, ran_s)
+    WHERE job_id = NEW.id;
+END;
+
+-- A job that is removed before its end has done nothing for good.
+CREATE TRIGGER schedule_run_loses BEFORE DELETE ON job
+WHEN OLD.schedule IS NOT NULL AND OLD.state NOT IN ('completed', 'failed', 'cancelled')
+BEGIN
+    UPDATE schedule_run SET state = 'cancelled', reason = 'its job was removed', held = NULL
+    WHERE job_id = OLD.id;
+END;
