@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from engine.division import Way
 from engine.plan import Plan
-from engine.planner import Planner, way_of
+from engine.planner import Planner
+from engine.ways import Way, way_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,17 +38,17 @@ def alternatives(planner: Planner, plan: Plan) -> list[Alternative]:
     way, asked = way_of(plan), planner.config
     found = [
         _of_way(planner, plan, other, "resident layers", str(other.num_resident))
-        for other in planner.other_layers(replace(way, expand=False))
+        for other in planner.ways.other_layers(replace(way, expand=False))
         if not plan.expand
     ]
     found += [
         _of_way(planner, plan, other, "output head", _head(other.head_resident))
-        for other in planner.other_heads(way)
+        for other in planner.ways.other_heads(way)
         if not plan.expand
     ]
     found += [
         _of_way(planner, plan, other, "sweep tokens", f"{other.sweep_tokens}")
-        for other in planner.neighbouring_sweeps(way)
+        for other in planner.ways.neighbouring_sweeps(way)
     ]
     found += _of_pages(planner, plan)
     other = replace(way, expand=not way.expand, num_resident=len(plan.resident), head_resident=True)

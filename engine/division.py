@@ -11,6 +11,7 @@ from engine.placement import spread
 from engine.plan import Budget
 from engine.requests import EngineConfig
 from engine.sizes import ModelSizes, Part
+from engine.ways import Way
 
 RING_PARCELS = 4  # of the largest size: one in use, the others coming
 LINK_RING_PARCELS = 3  # a link is steadier than a disk
@@ -28,16 +29,6 @@ def activations_nbytes(
 def row_activations_nbytes(hparams: Hparams) -> int:
     """Of the work buffers, what each row on board takes: its logits and what they come from."""
     return 4 * (hparams.hidden + hparams.vocab_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to divide the memory."""
-
-    expand: bool
-    num_resident: int
-    head_resident: bool
-    sweep_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,14 +9,13 @@ host memory keeps as much as it holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.costs import DEFAULT_RATES, EXPANDED, Rates, SweepCost
 from engine.division import (
     Divider,
     Placed,
-    Way,
     activations_nbytes,
     row_activations_nbytes,
 )
@@ -27,6 +26,7 @@ from engine.plan import FIXED_NBYTES, Budget, Plan
 from engine.prediction import Predictor
 from engine.requests import EngineConfig, MemoryBudgetError
 from engine.sizes import ModelSizes, Part
+from engine.ways import SWEEP_TOKENS_TRIED, Way, Ways
 from kernels.ops import shares_partial_pages
 
 __all__ = [
@@ -41,9 +41,6 @@ __all__ = [
     "Workload",
 ]
 
-DEFAULT_SWEEP_TOKENS = 512
-SWEEP_TOKENS_TRIED = (64, 128, 256, 512, 1024, 2048)
-DEVICE_SWEEP_TOKENS_TRIED = (*SWEEP_TOKENS_TRIED, 1536, 2560, 3072, 4096)  # beside a host tier
 DEFAULT_KV_NBYTES = 8 << 30  # more rows than this holds fill no core any further
 SPARE_ROWS = 1.5  # most rows on board, times those of the mean length: some rows are shorter
 AS_GOOD = 1.02  # times the shortest time: what a prediction cannot tell apart
@@ -91,6 +88,7 @@ class Planner:
         self._hparams, self._config, self._sizes = hparams, config, sizes
         self._budget, self._rates = budget, rates
         self._divider = Divider(config, sizes, budget)
+        self.ways = Ways(config, sizes, budget)
         work = (workload or Workload()).with_reuse(
             reuses=config.reuse_prefixes,
             shares_parts=config.kv_type is None or shares_partial_pages(config.kv_type),
@@ -125,7 +123,10 @@ class Planner:
         return self._settled(self._shortest(plans, [self.estimated_job_s(plan) for plan in plans]))
 
     def _plans(self) -> list[Plan]:
-        return [plan for way in self._ways() if (plan := self.plan_of(way)) is not None]
+        return self._fitting(self.ways.all(self._fits))
+
+    def _fitting(self, ways: Iterable[Way]) -> list[Plan]:
+        return [plan for way in ways if (plan := self.plan_of(way)) is not None]
 
     def _shortest(self, plans: Sequence[Plan], job_s: Sequence[float]) -> Plan:
         enough = AS_GOOD * min(job_s)
@@ -137,44 +138,12 @@ class Planner:
         """The plan with its predictions, or one near it that by these is shorter for certain."""
         plan = self.predicted(plan)
         for _ in range(MAX_MOVES):
-            ways = self.ways_near(plan)
-            near = [self.predicted(p) for way in ways if (p := self.plan_of(way)) is not None]
+            near = [self.predicted(found) for found in self._fitting(self.ways.near(plan))]
             shortest = min(near, key=_job_s, default=plan)
             if _job_s(shortest) * AS_GOOD >= _job_s(plan):
                 break
             plan = shortest
         return plan
-
-    def ways_near(self, plan: Plan) -> list[Way]:
-        """Ways that the planner may take and that differ from the plan's in one decision.
-
-        None where all of the weights fit, on a machine where that settles everything.
-        """
-        way = way_of(plan)
-        if way.expand or not (plan.streams or self._has_host_tier):
-            return []
-        return [*self.other_layers(way), *self.other_heads(way), *self.other_sweeps(way)]
-
-    def other_layers(self, way: Way) -> list[Way]:
-        """A layer fewer and more in the device's memory, and an eighth of all fewer and more."""
-        num_layers = len(self._sizes.layers)
-        steps = sorted({1, max(1, num_layers // 8)})
-        counts = [way.num_resident + sign * step for sign in (-1, 1) for step in steps]
-        return [replace(way, num_resident=n) for n in counts if 0 <= n <= num_layers]
-
-    def other_heads(self, way: Way) -> list[Way]:
-        return [replace(way, head_resident=not way.head_resident)] if self._sizes.head else []
-
-    def other_sweeps(self, way: Way) -> list[Way]:
-        """As `neighbouring_sweeps`; none where they are asked for."""
-        return [] if self._config.sweep_tokens is not None else self.neighbouring_sweeps(way)
-
-    def neighbouring_sweeps(self, way: Way) -> list[Way]:
-        """With the next smaller and the next larger sweeps that are ever tried."""
-        tried = sorted(self._sweeps_tried)
-        smaller = [n for n in tried if n < way.sweep_tokens][-1:]
-        larger = [n for n in tried if n > way.sweep_tokens][:1]
-        return [replace(way, sweep_tokens=n) for n in (*smaller, *larger)]
 
     def predicted(self, plan: Plan, cost: SweepCost | None = None) -> Plan:
         """A plan made otherwise, with the predictions of these rates and this workload.
@@ -237,41 +206,8 @@ class Planner:
     def _has_host_tier(self) -> bool:
         return self._budget.host_nbytes is not None
 
-    def _ways(self) -> Iterator[Way]:
-        """Everything resident where it fits; otherwise each number of resident layers."""
-        asked = self._config.sweep_tokens
-        sweeps = asked or DEFAULT_SWEEP_TOKENS
-        num_layers = len(self._sizes.layers)
-        whole = Way(False, num_layers, True, sweeps)
-        expanded = Way(True, num_layers, True, sweeps)
-        if self._config.expand == "always":
-            smaller = [n for n in SWEEP_TOKENS_TRIED if n < sweeps] if asked is None else []
-            yield from (replace(expanded, sweep_tokens=n) for n in (*smaller, sweeps))
-            return
-        if self._may_expand and self.plan_of(expanded) is not None:
-            yield expanded
-            return
-        # More tokens at once fill a device better, not a few cores.
-        one_will_do = not self._has_host_tier and self.plan_of(whole) is not None
-        settled = asked is not None or one_will_do
-        tried: Sequence[int] = [sweeps] if settled else self._sweeps_tried
-        for sweep_tokens in tried:
-            yield from self._divisions(sweep_tokens)
-
-    @property
-    def _sweeps_tried(self) -> Sequence[int]:
-        return DEVICE_SWEEP_TOKENS_TRIED if self._has_host_tier else SWEEP_TOKENS_TRIED
-
-    @property
-    def _may_expand(self) -> bool:
-        if self._config.expand != "auto" or self._has_host_tier:
-            return False
-        return self._sizes.expanded_nbytes <= self._budget.device_nbytes // 2
-
-    def _divisions(self, sweep_tokens: int) -> Iterator[Way]:
-        for num_resident in range(len(self._sizes.layers) + 1):
-            for head_resident in (True, False) if self._sizes.head else (True,):
-                yield Way(False, num_resident, head_resident, sweep_tokens)
+    def _fits(self, way: Way) -> bool:
+        return self.plan_of(way) is not None
 
     def plan_of(self, way: Way) -> Plan | None:
         """The plan of one way, or None where it does not fit."""
@@ -348,7 +284,7 @@ class Planner:
         sweep_tokens = config.sweep_tokens or SWEEP_TOKENS_TRIED[0]
         ways = [Way(True, len(self._sizes.layers), True, sweep_tokens)]
         if config.expand != "always":
-            ways = list(self._divisions(sweep_tokens))
+            ways = list(self.ways.divisions(sweep_tokens))
         placed = [(way, found) for way in ways if (found := self._place(way)) is not None]
         if not placed:
             return self._host_refusal()
@@ -390,11 +326,6 @@ class Planner:
         if host_nbytes is None or host_nbytes >= least_nbytes:
             return ""
         return f"; layers could stream with --host-memory of at least {least_nbytes:,} bytes"
-
-
-def way_of(plan: Plan) -> Way:
-    """The way of dividing memory that a plan follows."""
-    return Way(plan.expand, sum(plan.resident), plan.head_resident, plan.sweep_tokens)
 
 
 def _job_s(plan: Plan) -> float:

@@ -15,8 +15,9 @@ from engine.gguf_file import GgufFile
 from engine.hparams import Hparams
 from engine.kv_cache import pages_for
 from engine.loading import make_planner
-from engine.planner import Budget, Plan, Planner, Rates, Workload, way_of
+from engine.planner import Budget, Plan, Planner, Rates, Workload
 from engine.requests import EngineConfig, MemoryBudgetError
+from engine.ways import way_of
 from engine.weights import HEAD_TENSOR, layer_tensor_names
 from kernels.ops import KvType, Ops
 
