@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from engine import Request
-from engine.prefix_tree import nearest
 from jobs.duplicates import identity_of
 from kernels.ops import PAGE_TOKENS
+
+ID_NBYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +119,10 @@ class _Known:
         num_tokens = len(row.request.token_ids)
         # The last token of a prompt is computed in any case, for its logits.
         most = num_tokens - 1
-        first = min(nearest(self._prompts, prompt)[1], most)
-        bisect.insort(self._prompts, prompt)
+        at = bisect.bisect_left(self._prompts, prompt)
+        near = self._prompts[max(0, at - 1) : at + 1]  # no other has more in common
+        first = min(max((_num_common(other, prompt) for other in near), default=0), most)
+        self._prompts.insert(at, prompt)
         reused = np.array([first] + [most] * (num_outputs - 1))
         return np.array(
             [
@@ -141,3 +144,10 @@ class _Known:
             return 0
         self._identities.add(identity)
         return self._num_samples if row.request.params.temperature > 0 else 1
+
+
+def _num_common(a: bytes, b: bytes) -> int:
+    """Tokens with which both prompts begin."""
+    count = min(len(a), len(b)) // ID_NBYTES
+    differ = np.frombuffer(a, ">u4", count) != np.frombuffer(b, ">u4", count)
+    return int(differ.argmax()) if differ.any() else count

@@ -141,7 +141,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "SIZE|auto",
             "Pinned memory, beside a GPU, for weights that do not stay on it; what does not fit "
             "there either streams from disk.",
-            "auto, nine tenths of the RAM that is free",
+            "auto, nine tenths of the RAM that is free, at most 85 % of all",
         ),
         Option("kv_memory", str, "SIZE", "Memory of the KV cache, like 8GiB.", "from the plan"),
         Option("ring_memory", str, "SIZE", "Memory through which weights stream.", "4 layers"),
