@@ -1,4 +1,4 @@
-"""`ntx-batch schedule`: job files that run by the clock; `runner install`, to have a runner then."""
+"""`ntx-batch schedule`: job files that run by the clock; `runner install`, so that one is there."""
 
 from __future__ import annotations
 

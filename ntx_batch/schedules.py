@@ -9,6 +9,7 @@ schedules.list()[0]["next"]
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,7 +87,7 @@ def add(
     with _opened(home) as (place, store):
         control.check_environment(control.runner_status(place), os.environ)
         environment = control.environment_of(os.environ)
-        schedule = store.add(name or Path(job_file).stem, spec, environment)
+        schedule = store.add(_name(name or Path(job_file).stem), spec, environment)
         control.ensure_runner(place)
         return _record(store, schedule, time.time())
 
@@ -94,6 +95,15 @@ def add(
 def _overlap(text: str) -> Any:
     if text not in OVERLAPS:
         raise SpecError(f"overlap is one of {', '.join(OVERLAPS)}, not {text!r}")
+    return text
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(r"\w[\w.-]*", text):
+        raise SpecError(
+            f"schedule name {text!r} is not of letters, digits, '-', '_' and '.' alone: give "
+            "another with --name"
+        )
     return text
 
 
