@@ -21,7 +21,7 @@ from jobs.records import (
     OutputError,
     SpecError,
 )
-from ntx_batch import __version__, actions, client, render, render_plan
+from ntx_batch import __version__, actions, client, render, render_plan, report_cli
 from ntx_batch.cli_options import App, AsJson, JobId, JobOrNewest, takes_job_options
 from ntx_batch.interrupts import Interrupts
 from ntx_batch.status import input_warnings, status_record
@@ -55,6 +55,7 @@ app = App(
 )
 runner_app = App(help="Start, stop and look at the process that runs jobs.")
 app.add_typer(runner_app, name="runner")
+report_cli.add_to(app)
 
 
 @app.callback(invoke_without_command=True)

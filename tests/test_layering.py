@@ -27,11 +27,17 @@ HOMES = {
         "jobs/publish.py",
         "jobs/results.py",
         "jobs/results_dataset.py",
+        "ntx_batch/report/rows.py",
     },
     "duckdb": {"ntx_batch/results_sql.py"},
-    "sqlite3": {"jobs/database.py"},
     "croniter": {"jobs/schedule.py"},
-    "typer": {"ntx_batch/cli.py", "ntx_batch/cli_options.py"},
+    "sqlite3": {"jobs/database.py"},
+    "typer": {
+        "ntx_batch/cli.py",
+        "ntx_batch/cli_options.py",
+        "ntx_batch/report_cli.py",
+        "ntx_batch/schedule_cli.py",
+    },
     "cupy": {"kernels/cuda/", "engine/cuda_link.py"},
 }
 
