@@ -1,14 +1,12 @@
 """Output lengths with a heavy tail, unknown to the engine, against an oracle that knows them.
 
 Rows end by a stop token that the backend puts out when a row has come to its length, so that the
-engine cannot know. The oracle's rows have their lengths as limits: it reserves no KV page too many
-and starts the longest first.
+engine cannot know. The oracle's rows have their lengths as limits, and the longest start first.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,7 +15,6 @@ from engine.devices import open_ops
 from engine.kv_cache import pages_for
 from scripts.bench_report import Report
 from scripts.forced_ends import ForcedOps
-from scripts.growing_engine import GrowingEngine
 from scripts.simulated_job import END_ID, OTHER_ID, Outcome, open_simulated, run_job
 from scripts.simulated_ops import RowEnds
 from scripts.simulated_rows import Mix, Rows, random_prompts
@@ -25,24 +22,6 @@ from scripts.simulated_rows import Mix, Rows, random_prompts
 PROMPT_TOKENS = 64
 BOARD_ROWS = 48  # of the longest kind that the KV cache holds
 SWEEP_TOKENS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """known: rows announce their lengths; engine: with a rule of its own to reserve KV pages"""
-
-    name: str
-    known: bool
-    engine: type[Engine]
-
-
-ORACLE = Policy("oracle", True, Engine)
-POLICIES = (
-    ORACLE,
-    Policy("unknown", False, Engine),
-    Policy("oracle, pages as rows grow", True, GrowingEngine),
-    Policy("unknown, pages as rows grow", False, GrowingEngine),
-)
 
 
 def tailed_rows(num_rows: int, most: int, vocab_size: int) -> Rows:
@@ -55,7 +34,7 @@ def tailed_rows(num_rows: int, most: int, vocab_size: int) -> Rows:
 
 
 def bench_tail(options: argparse.Namespace) -> Report:
-    """Sweeps and seconds of each policy over the oracle's, real and simulated."""
+    """Sweeps and seconds of rows whose lengths are unknown over those of the oracle."""
     report = Report(f"{options.tail_rows} rows with a heavy tail of output lengths")
     with Engine(options.model, _config(options)) as engine:
         context, vocab_size = engine.context_length, engine.hparams.vocab_size
@@ -68,23 +47,23 @@ def bench_tail(options: argparse.Namespace) -> Report:
         f"{np.percentile(rows.lengths, 99):.0f}, {most}"
     )
     for _ in range(options.repeats):
-        found = {policy: run(options, policy, rows, kv_nbytes) for policy in POLICIES}
-        for policy, outcome in found.items():
-            _add(report, policy.name, outcome, found[ORACLE])
+        oracle = run(options, rows.known, kv_nbytes)
+        _add(report, "oracle", oracle, oracle)
+        _add(report, "unknown", run(options, rows, kv_nbytes), oracle)
     return report
 
 
-def run(options: argparse.Namespace, policy: Policy, rows: Rows, kv_nbytes: int) -> Outcome:
+def run(options: argparse.Namespace, rows: Rows, kv_nbytes: int) -> Outcome:
     """A real job, checked sweep by sweep against the simulated one."""
-    rows, config = rows.known if policy.known else rows, _config(options, kv_nbytes)
+    config = _config(options, kv_nbytes)
     ops = ForcedOps(open_ops(config), RowEnds(rows.lengths, END_ID, OTHER_ID))
-    with policy.engine(options.model, config, ops=ops) as engine:
+    with Engine(options.model, config, ops=ops) as engine:
         outcome, plan = run_job(engine, rows), engine.plan
-    with open_simulated(options.model, config, plan, rows, engine=policy.engine) as engine:
+    with open_simulated(options.model, config, plan, rows) as engine:
         simulated = run_job(engine, rows)
     assert [sweep.num_tokens for sweep in outcome.sweeps] == [
         sweep.num_tokens for sweep in simulated.sweeps
-    ], policy.name
+    ]
     return outcome
 
 

@@ -17,8 +17,8 @@ is read of it: `scripts.synth_gguf --hollow` makes one of any shape. One line fo
 
 `--lengths mix` draws outputs with a heavy tail, `--lengths prefix` such that go with the beginning
 of the prompt. Rows do not announce them, they may all generate `--output-tokens`, unless `--known`
-makes them known as to an oracle. Rules that the engine has not: `--grow` reserves KV pages as rows
-grow, `--learn` orders rows by what others with their beginning generated.
+makes them known as to an oracle. `--learn` is a rule that jobs have not: it orders rows by what
+others with their beginning generated.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ from pathlib import Path
 
 import numpy as np
 
-from engine import Engine, EngineConfig, EngineError
+from engine import EngineConfig, EngineError
 from engine.planner import Workload
 from jobs.records import SpecError
 from ntx_batch.spec import parse_size
-from scripts.growing_engine import GrowingEngine
 from scripts.learned_order import LearnedFeed
 from scripts.simulated_job import MakeFeed, RowFeed
 from scripts.simulated_machine import Machine
@@ -94,7 +93,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=128, help="most tokens of a row")
     parser.add_argument("--lengths", choices=["equal", "mix", "prefix"], default="equal")
     parser.add_argument("--known", action="store_true", help="limits are the lengths themselves")
-    parser.add_argument("--grow", action="store_true", help="reserve KV pages as rows grow")
     parser.add_argument("--learn", action="store_true", help="longest first, as rows have shown")
     parser.add_argument("--planned-tokens", type=float, help="that the planner expects of a row")
     parser.add_argument("--seed", type=int, default=0)
@@ -120,13 +118,12 @@ def simulate(options: argparse.Namespace) -> Iterator[Simulated]:
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.planned_tokens or options.output_tokens,
     )
-    engine = GrowingEngine if options.grow else Engine
     make_feed: MakeFeed = LearnedFeed if options.learn else RowFeed
     plan = simulator.plan(workload)
-    yield simulator.run(plan, rows, engine=engine, make_feed=make_feed)
+    yield simulator.run(plan, rows, make_feed=make_feed)
     if options.neighbours:
         for other in simulator.neighbours(workload, plan):
-            yield simulator.run(other, rows, engine=engine, make_feed=make_feed)
+            yield simulator.run(other, rows, make_feed=make_feed)
 
 
 def main(arguments: list[str]) -> int:

@@ -100,18 +100,10 @@ class RowFeed:
         self._expected.add(row.completion_tokens)
 
 
-def open_simulated(
-    model: str | Path,
-    config: EngineConfig,
-    plan: Plan,
-    rows: Rows,
-    *,
-    engine: type[Engine] = Engine,
-) -> Engine:
+def open_simulated(model: str | Path, config: EngineConfig, plan: Plan, rows: Rows) -> Engine:
     """An engine that computes nothing, by the board and the KV pages of a plan.
 
     model: of which the header alone is read
-    engine: with the policy to simulate
     """
     resident = replace(
         plan,
@@ -122,7 +114,7 @@ def open_simulated(
         expand=False,
     )
     ends = RowEnds(rows.lengths, END_ID, OTHER_ID)
-    return engine(
+    return Engine(
         model, config, ops=cast(Ops, SimulatedOps(ends)), reader_factory=BlankReader, plan=resident
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine import Engine, EngineConfig, EngineError
+from engine import EngineConfig, EngineError
 from engine.gguf_file import GgufFile
 from engine.hparams import read_hparams
 from engine.loading import model_sizes
@@ -116,17 +116,10 @@ class Simulator:
             except EngineError as error:
                 print(f"{changes}: {error}", file=sys.stderr)
 
-    def run(
-        self,
-        plan: Plan,
-        rows: Rows,
-        *,
-        engine: type[Engine] = Engine,
-        make_feed: MakeFeed = RowFeed,
-    ) -> Simulated:
-        """The whole job by a plan. engine, make_feed: with the policies to simulate"""
+    def run(self, plan: Plan, rows: Rows, *, make_feed: MakeFeed = RowFeed) -> Simulated:
+        """The whole job by a plan. make_feed: the order of rows, as in `run_job`"""
         pace = self._machine.pace(plan)
-        with open_simulated(self._model, self._config, plan, rows, engine=engine) as opened:
-            outcome = run_job(opened, rows, pace, make_feed=make_feed)
+        with open_simulated(self._model, self._config, plan, rows) as engine:
+            outcome = run_job(engine, rows, pace, make_feed=make_feed)
         streaming_s = outcome.num_sweeps * max(pace.streams.values())
         return Simulated(plan, outcome, streaming_s / outcome.seconds)

@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import Engine, EngineConfig, FinishedRow, SamplingParams
+from engine import Engine, EngineConfig, SamplingParams
 from engine.costs import Load
 from engine.gguf_file import GgufFile
 from kernels.cpu import CpuOps
 from scripts import bench, simulate
 from scripts.bench_tail import PROMPT_TOKENS, bench_tail
 from scripts.forced_ends import ForcedOps
-from scripts.growing_engine import GrowingEngine
 from scripts.learned_order import LearnedFeed
 from scripts.simulated_job import (
     END_ID,
@@ -130,37 +129,6 @@ def test_a_hollow_model_has_the_header_and_the_size_of_a_whole_one(tmp_path: Pat
     assert GgufFile.open(hollow).tensors == GgufFile.open(whole).tensors
 
 
-def test_rows_that_reserve_as_they_grow_give_the_same_bytes_in_fewer_sweeps() -> None:
-    """Real sweeps; the simulated ones of this rule are the same too."""
-    rows = tailed_rows(60, median=60)
-    config = replace(CONFIG, kv_memory_nbytes=3 << 20, sweep_tokens=256)
-    found = {}
-    for engine_type in (Engine, GrowingEngine):
-        ops = ForcedOps(CpuOps(1), RowEnds(rows.lengths, END_ID, OTHER_ID))
-        with engine_type(MODEL, config, ops=ops) as engine:
-            feed = Keeping(rows, engine.context_length, END_ID)
-            outcome = run_job(engine, rows, make_feed=lambda *_, feed=feed: feed)
-            found[engine_type] = (outcome, feed.texts, engine)
-    (plain, texts, _), (growing, same_texts, engine) = found[Engine], found[GrowingEngine]
-    assert texts == same_texts and len(texts) == 60
-    assert engine.totals.num_preempted > 0
-    assert growing.num_sweeps < 0.9 * plain.num_sweeps
-    with open_simulated(MODEL, config, engine.plan, rows, engine=GrowingEngine) as simulated:
-        assert shape(run_job(simulated, rows)) == shape(growing)
-
-
-class Keeping(RowFeed):
-    """With what rows generated."""
-
-    def __init__(self, rows: Rows, context_length: int, end_id: int) -> None:
-        super().__init__(rows, context_length, end_id)
-        self.texts: dict[int, tuple[int, ...]] = {}
-
-    def finish(self, row: FinishedRow) -> None:
-        super().finish(row)
-        self.texts[row.row_index] = row.token_ids
-
-
 def test_an_order_that_learns_lengths_leaves_a_shorter_tail() -> None:
     prompts = random_prompts(300, 70, 500, num_prefixes=12, prefix_tokens=40)
     lengths = ByPrefix(median=12).draw(prefixes_of(300, 12), 100, seed=0)
@@ -170,7 +138,7 @@ def test_an_order_that_learns_lengths_leaves_a_shorter_tail() -> None:
         plan = engine.plan
 
     def num_sweeps(rows: Rows, make_feed: MakeFeed) -> int:
-        with open_simulated(MODEL, config, plan, rows, engine=GrowingEngine) as engine:
+        with open_simulated(MODEL, config, plan, rows) as engine:
             return run_job(engine, rows, make_feed=make_feed).num_sweeps
 
     learned = num_sweeps(rows, LearnedFeed)
@@ -182,5 +150,5 @@ def test_benchmark_of_tails_runs_each_policy() -> None:
         ["tail", "--model", str(MODEL), "--repeats", "1", "--tail-rows", "20", "--threads", "1"]
     )
     report = bench_tail(options)
-    assert report.median("unknown: sweeps / oracle's") >= 1
+    assert 1 <= report.median("unknown: sweeps / oracle's") < 1.5
     assert report.median("unknown: thousand tokens computed") > 20 * PROMPT_TOKENS / 1000
