@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from engine.devices import DeviceChoice
 from engine.gguf_file import GgufFile
 from engine.hparams import read_hparams
 from jobs.dataset import build_manifest
@@ -148,6 +149,22 @@ def test_more_threads_than_cores_are_refused(ntx: Command, prompts: Path, model:
         refused = ntx(command, prompts, "--model", model, "--threads", "6400")
         assert (refused.code, refused.out) == (2, "")
         assert "threads is 6400" in refused.err and "cores" in refused.err
+
+
+def test_budgets_that_no_gpu_could_work_with_are_refused(
+    ntx: Command, prompts: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine with a GPU: before one is asked for anything."""
+    gpu = DeviceChoice("gpu", "one is there")
+    monkeypatch.setattr("ntx_batch.preflight.choose_job_device", lambda config: gpu)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    refused = ntx("submit", prompts, "--model", model, "--memory", "64MiB")
+    assert (refused.code, refused.out) == (2, "")
+    assert "on a GPU" in refused.err and "the smallest that works here" in refused.err
+    for command in ("plan", "submit"):
+        refused = ntx(command, prompts, "--model", model, "--host-memory", "900TiB")
+        assert (refused.code, refused.out) == (2, "")
+        assert "this machine can pin" in refused.err
 
 
 def test_people_see_placement_memory_and_time(ntx: Command, prompts: Path, model: Path) -> None:
