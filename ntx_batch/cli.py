@@ -24,6 +24,7 @@ from jobs.records import (
 from ntx_batch import __version__, actions, client, render, render_plan, report_cli
 from ntx_batch.cli_options import App, AsJson, JobId, JobOrNewest, takes_job_options
 from ntx_batch.interrupts import Interrupts
+from ntx_batch.schedule_cli import add_schedules
 from ntx_batch.status import input_warnings, status_record
 
 NOT_PLANNED = ("output", "key", "overwrite", "verify", "max_errors", "row_timeout", "keep")
@@ -416,6 +417,9 @@ def runner_status(as_json: AsJson = False) -> None:
         render.print_json(found)
     else:
         render.print_facts(found)
+
+
+add_schedules(app, runner_app)
 
 
 def _job_or_newest(job: str | None) -> client.JobHandle:

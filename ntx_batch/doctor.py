@@ -21,7 +21,9 @@ from jobs import control
 from jobs.gpus import Gpu, GpuSurvey, free_gpu_nbytes, survey_gpus
 from jobs.home import Home
 from jobs.job_device import choose_job_device
-from jobs.records import RunnerError
+from jobs.records import JobError
+from jobs.schedule_store import ScheduleStore
+from jobs.store import JobStore
 from jobs.temp_folder import make_temp_folder, space_warnings
 from ntx_batch.render import nbytes_text
 from nvme.probe import DiskRates, choose_transfer, measure_copy, measure_disk
@@ -83,7 +85,7 @@ class Doctor:
         self._checks = []
         try:
             LOOKS[name](self)
-        except (EngineError, RunnerError, OSError) as error:
+        except (EngineError, JobError, OSError) as error:
             self._add(name, "failed", str(error))
         except ImportError as error:
             self._add(name, "failed", str(error), "install ntx-batch and what it needs again")
@@ -145,6 +147,21 @@ class Doctor:
             self._add("runner", "ok", "none runs; the first submit starts it")
         else:
             self._add("runner", "ok", f"{status.state}, pid {status.pid}")
+
+    def _look_at_schedules(self) -> None:
+        if self._home is None:
+            return
+        with JobStore(self._home.state_path) as jobs:
+            found = ScheduleStore(jobs).list_schedules()
+        active = [schedule.name for schedule in found if schedule.paused_at is None]
+        if not found:
+            return
+        detail = f"{len(active)} active ({', '.join(active)}), {len(found) - len(active)} paused"
+        if active and control.runner_status(self._home).state == "absent":
+            advice = "`ntx-batch runner start`; `ntx-batch runner install` for each start"
+            self._add("schedules", "warning", f"{detail}; no runner is there for them", advice)
+        else:
+            self._add("schedules", "ok", detail)
 
     def _look_at_temp_folder(self) -> None:
         folder = make_temp_folder("ntx-doctor-", self._environ)
@@ -268,6 +285,7 @@ LOOKS: dict[str, Callable[[Doctor], None]] = {
     "packages": Doctor._look_at_packages,
     "Ray": Doctor._look_at_ray,
     "runner": Doctor._look_at_runner,
+    "schedules": Doctor._look_at_schedules,
     "temp folder": Doctor._look_at_temp_folder,
     "cores": Doctor._look_at_cores,
     "GPU": Doctor._look_at_gpus,

@@ -146,6 +146,7 @@ def print_status(job: Job, now: float) -> None:
             "job": job.id,
             "state": job.state if job.reason is None else f"{job.state}: {job.reason}",
             **({"retries": job.retry_of} if job.retry_of else {}),
+            **({"schedule": f"{job.schedule}, run {job.run}"} if job.schedule else {}),
             **({"key": job.key} if job.key else {}),
             "rows": _counts(job),
             **_saved_facts(job),
@@ -248,7 +249,7 @@ def print_jobs(jobs: Iterable[Job], now: float) -> None:
             str(job.num_error),
             "-" if speed is None else f"{speed:.1f}",
             time.strftime("%m-%d %H:%M", time.localtime(job.created_at)),
-            Path(job.spec.input).name,
+            Path(job.spec.input).name + (f" ({job.schedule} {job.run})" if job.schedule else ""),
         )
     print_table(table)
 

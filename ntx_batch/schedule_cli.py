@@ -228,7 +228,7 @@ def install(
         typer.echo(command)
 
 
-def add_to(app: App, runner_app: App) -> None:
+def add_schedules(app: App, runner_app: App) -> None:
     """Give the command line what is here."""
     app.add_typer(schedule_app, name="schedule")
     runner_app.command("install")(install)

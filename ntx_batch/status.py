@@ -89,6 +89,8 @@ def status_record(job: Job, now: float) -> dict[str, Any]:
         "attempt": job.attempt,
         "key": job.key,
         "retry_of": job.retry_of,
+        "schedule": job.schedule,
+        "run": job.run,
         "input": job.spec.input,
         "model": job.spec.model,
         "results": job.results_dir,

@@ -35,7 +35,6 @@ from tests.golden import GOLDEN
 from tests.job_factories import bad_row, finish_rows, ok_row
 from tests.runner_helpers import make_home, wait_until
 
-LATER = ("schedule",)
 STATUS_KEYS = {
     "job",
     "state",
@@ -54,6 +53,8 @@ STATUS_KEYS = {
     "reason",
     "key",
     "retry_of",
+    "schedule",
+    "run",
 }
 
 Command = Callable[..., Ran]
@@ -93,13 +94,6 @@ def test_help_starts_without_ray_or_numba() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert not {"ray", "numba", "cupy"} & {name.split(".")[0] for name in done.stdout.split()}
-
-
-def test_commands_of_later_versions_do_not_exist(ntx: Command) -> None:
-    for name in LATER:
-        ran = ntx(name)
-        assert (ran.code, ran.out) == (2, "")
-        assert "No such command" in ran.err
 
 
 def test_version(ntx: Command) -> None:
