@@ -6,7 +6,7 @@ They count for the whole part, whatever else ran on it: a processor package, a g
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from ctypes import byref, c_int, c_uint, c_ulonglong, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,31 +99,29 @@ class PackageCounter:
 def open_packages(powercap: Path = POWERCAP) -> tuple[list[PackageCounter], list[str]]:
     """Counters of all processor packages and of their memory, and why there are none of others."""
     found, left_out = [], []
-    for domain in sorted(_domains(powercap)):
-        name, path = _domain_name(domain), domain / "energy_uj"
+    for domain in sorted(powercap.glob("intel-rapl:*")):
         try:
-            range_uj = _read_count(domain / "max_energy_range_uj")
-            found.append(PackageCounter(name, path, range_uj, _last_uj=_read_count(path)))
+            if name := _counted_part(domain):
+                found.append(_open_package(name, domain))
         except OSError as error:
-            left_out.append(f"{name}: {path} cannot be read ({error.strerror})")
+            left_out.append(f"processor: {error.filename} cannot be read ({error.strerror})")
     if not found and not left_out:
         left_out.append(f"processor: there is no energy counter in {powercap}")
     return found, left_out
 
 
-def _domains(powercap: Path) -> Iterable[Path]:
-    for domain in powercap.glob("intel-rapl:*"):
-        label = (domain / "name").read_text().strip()
-        # Others lie within a package, or hold it.
-        if label.startswith("package") or label == "dram":
-            yield domain
-
-
-def _domain_name(domain: Path) -> str:
+def _counted_part(domain: Path) -> str | None:
+    """What a domain counts for; None for one that lies within a package, or holds it."""
     label = (domain / "name").read_text().strip()
+    what = "processor" if label.startswith("package") else {"dram": "memory"}.get(label)
     number = domain.name.split(":")[1]
-    what = "memory" if label == "dram" else "processor"
-    return f"{what} of package {number} (its own counter, by Linux powercap)"
+    return what and f"{what} of package {number} (its own counter, by Linux powercap)"
+
+
+def _open_package(name: str, domain: Path) -> PackageCounter:
+    path = domain / "energy_uj"
+    range_uj = _read_count(domain / "max_energy_range_uj")
+    return PackageCounter(name, path, range_uj, _last_uj=_read_count(path))
 
 
 def _read_count(path: Path) -> int:
