@@ -31,17 +31,18 @@ class Drain:
         self._page_nbytes = page_nbytes
         self._dry_sweeps = 0
 
-    def before_sweep(self, *, rows_wait: bool, sweeps_left: int) -> None:
+    def before_sweep(self, *, rows_wait: bool, sweeps_left: int, pages_to_come: int) -> None:
         """Remake the division for what is on board.
 
         rows_wait: some row could use free pages
         sweeps_left: at least this many sweeps are still needed for the rows on board
+        pages_to_come: that those rows may still reserve
         """
         self._dry_sweeps = 0 if rows_wait else self._dry_sweeps + 1
         if rows_wait:
             self.give_back()
         elif self._dry_sweeps > DRY_SWEEPS:
-            self._keep_more(sweeps_left)
+            self._keep_more(sweeps_left, pages_to_come)
 
     def give_back(self) -> None:
         """Put the pages back in use, and let their layers stream again."""
@@ -49,10 +50,10 @@ class Drain:
             self._stream.keep(0)
             self._cache.restore()
 
-    def _keep_more(self, sweeps_left: int) -> None:
+    def _keep_more(self, sweeps_left: int, pages_to_come: int) -> None:
         stream, cache = self._stream, self._cache
         count = layers_worth_keeping(
-            num_pages=cache.num_unreserved + cache.num_withdrawn,
+            num_pages=max(0, cache.num_unreserved - pages_to_come) + cache.num_withdrawn,
             page_nbytes=self._page_nbytes,
             layer_nbytes=stream.layer_nbytes,
             num_layers=stream.num_layers,

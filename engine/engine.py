@@ -34,10 +34,19 @@ from engine.scheduler import (
     admission_budget,
     chunk_end,
     compose_sweep,
+    spare_pages,
 )
 from engine.sweep_log import SweepLog
 from engine.tokenizer import Tokenizer
-from kernels.ops import Batch, Float32, KvPool, KvType, Ops, shares_partial_pages
+from kernels.ops import (
+    PAGE_TOKENS,
+    Batch,
+    Float32,
+    KvPool,
+    KvType,
+    Ops,
+    shares_partial_pages,
+)
 from nvme import Reader, ReadError
 
 MAX_SWEEP_TRIES = 3
@@ -371,27 +380,43 @@ class Engine:
         """Take on board what the next sweep can; `sweep` does so where it was not done.
 
         A row waits while another on board computes what it begins with, or all that it lacks;
-        rows behind it may go first.
+        rows behind it may go first. Where rows on board need pages that are not there, the
+        youngest leave (see `preempt`).
         """
         if self._waiting and self._drain is not None:
             self._drain.give_back()
+        self._grow()
         budget = admission_budget(
             (row.progress() for row in self._running.values()), self.plan.sweep_tokens
         )
         self._keep_for_waiting()
+        growing = sum(self._pages_to_come(row) > 0 for row in self._running.values())
         passed: list[WaitingRow] = []
         while self._waiting and self._free_slots and budget > 0 and len(passed) < LOOK_AHEAD:
             row = self._waiting.popleft()
             if self._cache.is_coming(row.prompt):
                 passed.append(row)
                 continue
-            kv = self._cache.open_row(self._most_stored(row.request), row.prompt)
+            kv = self._open(row, spare_pages(growing))
             if kv is None:
                 passed.append(row)
                 break
             self._take_on_board(row, kv)
             budget -= row.num_tokens - kv.num_tokens
+            growing += pages_for(self._most_stored(row.request)) > kv.max_pages
         self._waiting.extendleft(reversed(passed))
+
+    def _open(self, row: WaitingRow, spare: int) -> RowKv | None:
+        """Pages for what the row has, and one to grow into."""
+        most = min(self._most_stored(row.request), row.num_tokens + PAGE_TOKENS)
+        return self._cache.open_row(most, row.prompt, spare=spare)
+
+    def _grow(self) -> None:
+        """Give rows the page that their next token needs, those that came first before others."""
+        for slot, row in list(self._running.items()):
+            while slot in self._running and pages_for(row.num_known) > row.kv.max_pages:
+                if not self._cache.grow(row.kv):
+                    self.preempt(1)
 
     def _keep_for_waiting(self) -> None:
         """Where the next sweep may need pages that are cached: not those wanted soon."""
@@ -484,8 +509,16 @@ class Engine:
 
     def _divide_memory(self) -> None:
         if self._drain is not None:
-            left = max((row.most_tokens_left for row in self._running.values()), default=0)
-            self._drain.before_sweep(rows_wait=bool(self._waiting), sweeps_left=left)
+            rows = self._running.values()
+            self._drain.before_sweep(
+                rows_wait=bool(self._waiting),
+                sweeps_left=max((row.most_tokens_left for row in rows), default=0),
+                pages_to_come=sum(self._pages_to_come(row) for row in rows),
+            )
+
+    def _pages_to_come(self, row: ActiveRow) -> int:
+        """That the row may still need beyond those it has reserved."""
+        return max(0, pages_for(self._most_stored(row.request)) - row.kv.max_pages)
 
     def _leave(self, slot: int) -> None:
         row = self._running.pop(slot)

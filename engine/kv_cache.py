@@ -1,12 +1,13 @@
 """KV pages of rows: reservation, allocation, reuse of prompts, truncate and fork.
 
-A row reserves what it may need beyond the full pages that the prefix tree shares with others,
-and takes it as it grows. Those shared pages count once, however many rows hold them. So
+A row reserves pages beyond the full ones that the prefix tree shares with others: for what it has
+and a little more at first, then one after the other (`grow`), and takes them as it is computed.
+Those shared pages count once, however many rows hold them. So
 
     reserved by rows + full pages of the tree that rows hold + withdrawn <= pages of the pool
 
-and every other page is free or idle in the tree, to be had for the asking: growing, or copying a
-shared page, cannot fail once a row is on board, and pages kept for reuse keep no row out.
+and every other page is free or idle in the tree, to be had for the asking: taking what is reserved,
+or copying a shared page, cannot fail, and pages kept for reuse keep no row out.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def pages_for(num_tokens: int) -> int:
 class RowKv:
     """One row's share of the cache: `pages` hold positions [0, num_tokens).
 
+    max_pages: that it may have so far, shared ones among them
     prompt: its pieces; empty once all of them are in the tree, or where none shall be
     parent: node of the last full page in the tree
     num_shared: leading pages that are full pages of the tree
@@ -151,16 +153,19 @@ class KvCache:
 
     # ---- rows ------------------------------------------------------------------------------
 
-    def open_row(self, max_tokens: int, prompt: Sequence[bytes] = ()) -> RowKv | None:
+    def open_row(
+        self, max_tokens: int, prompt: Sequence[bytes] = (), *, spare: int = 0
+    ) -> RowKv | None:
         """Reserve room for a row of `max_tokens`; None where the pool is too full now.
 
+        spare: pages that must stay unreserved beside it
         prompt: the row begins with what the tree has of it, but for its last token at least, and
             gives what it computes of it to the tree; without one it has nothing to do with others
         """
         match = self._find(prompt)
         max_pages, num_shared = pages_for(max_tokens), len(match.nodes)
         woken = sum(not node.is_held for node in match.nodes)
-        if max_pages - num_shared + woken > self.num_unreserved:
+        if max_pages - num_shared + woken + spare > self.num_unreserved:
             return None
         row = RowKv(max_pages, prompt, match.last, num_shared=num_shared)
         self._reserved += row.num_reserved
@@ -173,6 +178,14 @@ class KvCache:
         row.num_tokens = row.num_reused = match.num_tokens
         self._promise_next(row)
         return row
+
+    def grow(self, row: RowKv) -> bool:
+        """Reserve one more page for a row; False where the pool is too full now."""
+        if self.num_unreserved == 0:
+            return False
+        row.max_pages += 1
+        self._reserved += 1
+        return True
 
     def extend(self, row: RowKv, num_tokens: int) -> None:
         """Make positions [row.num_tokens, row.num_tokens + num_tokens) writable.

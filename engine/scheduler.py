@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kernels.ops import PAGE_TOKENS
+
 LOOK_AHEAD = 128  # rows that may be passed over while what they begin with is being computed
+SPARE_SWEEPS = 8  # of growth of the rows on board, for which pages stay free when others come
 KEEP_AHEAD = 32  # waiting rows whose beginnings stay in the cache while anything else can go
 
 
@@ -64,6 +67,11 @@ def compose_sweep(rows: Iterable[Progress], token_budget: int, page_tokens: int 
         chunks.append(Chunk(row.slot, row.computed, end, wants_logits=end == row.known))
         budget -= end - row.computed
     return chunks
+
+
+def spare_pages(num_growing: int) -> int:
+    """KV pages to be left unreserved when a row comes on board beside `num_growing` that grow."""
+    return -(-num_growing * SPARE_SWEEPS // PAGE_TOKENS)
 
 
 def admission_budget(rows: Iterable[Progress], token_budget: int) -> int:

@@ -324,6 +324,7 @@ class _RunningJob:
                 probed_nbytes_per_s=rates.disk_nbytes_per_s if rates else None,
             ),
             kv_accuracy=self._kv_accuracy,
+            num_preempted=totals["num_preempted"] - self._base["num_preempted"],
             energy_j=None if joules is None or before is None else joules - before,
         )
 

@@ -205,6 +205,7 @@ class JobRun:
             "num_sweeps": progress.num_sweeps,
             "prompt_tokens": progress.prompt_tokens,
             "completion_tokens": progress.completion_tokens,
+            "num_preempted": progress.num_preempted,
         }
         if progress.achieved:
             self._record["achieved"] = dict(progress.achieved)

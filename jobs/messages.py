@@ -93,6 +93,7 @@ class Progress:
     achieved: as `jobs.achieved` has it
     energy_j: that the machine took; None where it has no counter to read
     kv_accuracy: as `jobs.kv_sample` has it, once it was measured
+    num_preempted: times that a row gave its KV pages back, to be computed again
     """
 
     rows_on_board: int
@@ -104,6 +105,7 @@ class Progress:
     achieved: Mapping[str, Any] = field(default_factory=dict)
     energy_j: float | None = None
     kv_accuracy: Mapping[str, Any] | None = None
+    num_preempted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,7 @@ class Walk:
         actions = {
             self.arrive: 3, self.admit: 4, self.compute: 8, self.fail_sweep: 1, self.finish: 2,
             self.preempt: 1, self.fork: 1, self.truncate: 1, self.grow_all: 0.1, self.touch: 1,
+            self.go_on: 2,
             self.withdraw: 0.3, self.restore: 0.3,
         }  # fmt: skip
         weights = np.array(list(actions.values()))
@@ -121,14 +122,16 @@ class Walk:
             self.done["waited"] += 1
             return
         tokens = prompt + self.random_tokens(int(self.rng.integers(0, 40)))
-        fits_unshared = pages_for(len(tokens)) <= self.cache.num_unreserved
+        spare, unreserved = int(self.rng.integers(3)), self.cache.num_unreserved
+        fits_unshared = pages_for(len(tokens)) + spare <= unreserved
         known = self.longest_known(prompt)
-        kv = self.cache.open_row(len(tokens), pieces)
+        kv = self.cache.open_row(len(tokens), pieces, spare=spare)
         if kv is None:
             assert not fits_unshared, "cached pages keep a row out"
             self.done["refused"] += 1
             return
         assert kv.num_reused == kv.num_tokens == known
+        assert self.cache.num_unreserved >= spare
         self.done["shared a row in"] += not fits_unshared
         self.done["reused"] += known > 0
         self.waiting.pop(at)
@@ -171,6 +174,20 @@ class Walk:
             self.cache.close_row(row.kv)
             self.rows.remove(row)
             self.waiting.append(row.tokens[: row.num_prompt] or row.tokens)
+
+    def go_on(self) -> None:
+        """A row turns out to be longer."""
+        row = self.any_row()
+        if row is None:
+            return
+        tokens = row.tokens + self.random_tokens(int(self.rng.integers(1, 40)))
+        while row.kv.max_pages < pages_for(len(tokens)):
+            if not self.cache.grow(row.kv):
+                assert self.cache.num_unreserved == 0
+                self.done["stopped"] += 1
+                return
+        row.tokens, row.pasts = tokens, pasts(tokens)
+        self.done["went on"] += 1
 
     def fork(self) -> None:
         row = self.any_row()
@@ -291,6 +308,7 @@ def test_no_page_is_lost_or_shared_wrongly_and_every_row_finds_its_pages(
         walk.step()
     assert all(walk.done[name] > 20 for name in ("waited", "reused", "forked", "withdrew"))
     assert all(walk.done[name] > 20 for name in ("refused", "shared a row in", "grew all"))
+    assert all(walk.done[name] > 20 for name in ("went on", "stopped"))
     for row in walk.rows:
         walk.cache.close_row(row.kv)
     walk.rows.clear()

@@ -65,3 +65,27 @@ def test_more_rows_than_are_on_board_cannot_leave() -> None:
         assert engine.preempt(5) == [(0, 0)]
         (row,) = run(engine).values()
         assert row.completion_tokens == 4
+
+
+def test_rows_that_may_be_long_share_the_cache_until_they_are() -> None:
+    """Each may take 5 of 16 pages, so that 3 could be sure of theirs; most end on their first."""
+    short = {"max_tokens": 5}
+    long = [request(i, some_tokens(i, 10), max_tokens=150) for i in range(4)]
+    limits = [request(10 + i, some_tokens(20 + i, 10), **short) for i in range(8)]
+    with engine_with(kv_memory_nbytes=64 << 20) as engine:
+        undisturbed = run(engine, [*long, *limits])
+    with engine_with(kv_memory_nbytes=16 * page_nbytes()) as engine:
+        for each in [*long, *limits]:
+            engine.add(each)
+        engine.sweep()
+        on_board = engine.num_running
+        rows = run(engine)
+        assert on_board > 3
+        assert engine.totals.num_preempted > 0
+    assert rows == undisturbed
+
+
+def test_a_row_that_fills_the_cache_alone_comes_to_its_end() -> None:
+    with engine_with(kv_memory_nbytes=5 * page_nbytes()) as engine:
+        rows = run(engine, [request(i, some_tokens(i, 10), max_tokens=150) for i in range(3)])
+    assert [row.completion_tokens for row in rows.values()] == [150] * 3
