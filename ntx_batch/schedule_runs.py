@@ -64,10 +64,16 @@ class ScheduleServer:
         self._store = store
         self._clock = clock
 
-    def serve_all(self) -> None:
-        """Decide on all occurrences that have come."""
+    def serve_all(self) -> bool:
+        """Decide on all occurrences that have come; False where that failed for a schedule."""
+        well = True
         for schedule in self._store.to_serve():
-            self.serve(schedule)
+            try:
+                self.serve(schedule)
+            except JobError as error:
+                log.error("schedule %s cannot be served: %s", schedule.name, error)
+                well = False
+        return well
 
     def serve(self, schedule: Schedule) -> None:
         """Decide on what has come of one schedule."""
@@ -125,6 +131,11 @@ class ScheduleServer:
             return self._settle(schedule, settlement, "nothing", str(error))
         except (JobError, EngineError, OSError) as error:
             return self._settle(schedule, settlement, "refused", str(error))
+        except Exception as error:
+            # What is in the input tonight must not keep other nights and schedules from running.
+            log.exception("schedule %s: a run cannot be made", schedule.name)
+            reason = f"{type(error).__name__}: {error}"
+            return self._settle(schedule, settlement, "refused", reason)
         if job is None:
             return Outcome("taken", "another run of it was made at the same time")
         log.info("schedule %s: run %d is job %s", schedule.name, job.run, job.id)
@@ -248,11 +259,11 @@ def main() -> int:
     home = Home.open(options.home)
     try:
         with JobStore(home.state_path) as jobs:
-            ScheduleServer(home, ScheduleStore(jobs), time.time).serve_all()
+            well = ScheduleServer(home, ScheduleStore(jobs), time.time).serve_all()
     except JobError as error:
         log.error("%s", error)
         return 1
-    return 0
+    return 0 if well else 1
 
 
 if __name__ == "__main__":

@@ -231,11 +231,13 @@ def _opened(home: Place) -> Iterator[tuple[Home, ScheduleStore]]:
 
 def _record(store: ScheduleStore, schedule: Schedule, now: float) -> Record:
     cron, _ = schedule.spec.parse()
-    following = islice(cron.after(max(now, schedule.looked_at)), NUM_NEXT)
+    is_paused = schedule.paused_at is not None
+    num_next = 0 if is_paused else NUM_NEXT
+    following = islice(cron.after(max(now, schedule.looked_at)), num_next)
     last = store.history(schedule, limit=1)
     return {
         "schedule": schedule.name,
-        "state": "active" if schedule.paused_at is None else "paused",
+        "state": "paused" if is_paused else "active",
         **asdict(schedule.spec),
         "next": [iso_wall(cron, instant) for instant in following],
         "runs": schedule.num_runs,

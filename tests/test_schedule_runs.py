@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,9 @@ from jobs.schedule import iso_wall
 from jobs.schedule_items import find_new_rows
 from jobs.schedule_store import Schedule, ScheduleSpec, ScheduleStore, Settlement
 from jobs.store import JobStore
+from ntx_batch import schedule_runs
 from ntx_batch.schedule_runs import ScheduleServer
+from tests.cli_helpers import ROOT
 from tests.golden import GOLDEN
 from tests.job_factories import finish_rows, ok_row, write_input
 from tests.test_schedule import HOUR, MINUTE, at
@@ -142,6 +148,43 @@ def test_of_two_servers_at_once_one_makes_the_run(make_house: Any) -> None:
     assert server.make_run(seen, settlement, house.now).state == "taken"
     assert not house.store.settle(seen, settlement, "skipped")
     assert len(house.jobs.list_jobs()) == len(house.states()) == 1
+
+
+def test_whenever_servers_are_killed_an_occurrence_has_one_job(make_house: Any) -> None:
+    """Several at once, SIGKILL at any time, and one that gets to its end."""
+    house = make_house(new_only=True)
+    house.put("a", "one")
+    house.store.set_looked(house.schedule, time.time() - 30 * HOUR)
+    command = [sys.executable, "-m", "ntx_batch.schedule_runs", "--home", str(house.home.path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    started = time.monotonic()
+    killed = [subprocess.Popen(command, env=environment) for _ in range(3)]
+    for number, process in enumerate(killed):
+        time.sleep(max(0.0, started + 0.8 * (number + 1) - time.monotonic()))
+        process.kill()
+        process.wait()
+    subprocess.run(command, env=environment, check=True)
+    assert len(house.jobs.list_jobs()) == len(house.states()) == 1
+    assert house.schedule.num_runs == 1
+
+
+def test_an_odd_error_is_noted_and_keeps_nothing_else_from_running(
+    make_house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = make_house()
+    house.put("a", "one")
+    house.store.add("other", house.schedule.spec, {})
+    good = schedule_runs.check_job
+
+    def fail_first(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(schedule_runs, "check_job", good)
+        raise KeyError("odd")
+
+    monkeypatch.setattr(schedule_runs, "check_job", fail_first)
+    house.serve_at("2026-12-01T02:00")
+    runs = [house.store.history(house.store.get(name))[0] for name in ("nightly", "other")]
+    assert sorted(run.state for run in runs) == ["queued", "refused"]
+    assert [run.reason for run in runs if run.reason] == ["KeyError: 'odd'"]
 
 
 def test_through_clocks_set_back_and_forward_each_occurrence_has_one_job(make_house: Any) -> None:
