@@ -9,7 +9,9 @@ from engine.drain import layers_worth_keeping
 from engine.forecast import Board, Forecast, Pace, Workload, forecast
 from engine.kv_cache import pages_for
 from engine.plan import Plan
+from engine.scheduler import SPARE_SWEEPS
 from engine.sizes import ModelSizes
+from kernels.ops import PAGE_TOKENS
 
 MAX_BALANCE = 1 << 20  # tokens, where computing never catches up
 
@@ -24,7 +26,8 @@ class Predictor:
     neighbours, is run through in numbers.
 
     Rows on board follow each other in the order of their prompts, and each but the first finds R
-    pages that those before it hold: r rows of P pages hold r·(P - R) + R.
+    pages that those before it hold: r rows of P pages hold r·(P - R) + R. They are of all ages, so
+    P is what a row holds halfway, with the page that it grows into and what stays free beside it.
     """
 
     def __init__(self, sizes: ModelSizes, rates: Rates, work: Workload) -> None:
@@ -33,18 +36,25 @@ class Predictor:
 
     @property
     def row_pages(self) -> int:
-        """KV pages that a row alone reserves."""
+        """KV pages that a row alone comes to hold."""
         return max(1, pages_for(self._work.whole_prompt + self._work.whole_output - 1))
+
+    @property
+    def mean_pages(self) -> float:
+        """KV pages to be counted for a row alone, over its time on board."""
+        halfway = self._work.whole_prompt + self._work.whole_output / 2
+        growth = 0.5 + SPARE_SWEEPS / PAGE_TOKENS
+        return min(float(self.row_pages), halfway / PAGE_TOKENS + growth)
 
     @property
     def shared_pages(self) -> float:
         """KV pages that a row finds where another is on board."""
-        return min(self._work.reused_pages, self.row_pages - 1.0)
+        return min(self._work.reused_pages, self.mean_pages - 0.5)
 
     def rows_in(self, num_pages: int) -> int:
         """Rows that so many KV pages hold at once."""
         shared = self.shared_pages
-        return max(0, int((num_pages - shared) / (self.row_pages - shared) + 1e-9))
+        return max(0, int((num_pages - shared) / (self.mean_pages - shared) + 1e-9))
 
     def estimated_job_s(self, plan: Plan) -> float:
         """Seconds of the job by the formula."""

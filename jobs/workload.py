@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine import Request, RowError
+from engine import Request, RowError, SamplingParams
 from engine.chat import ChatTemplate, chat_template_of
 from engine.gguf_file import GgufFile
 from engine.hparams import Hparams
@@ -64,6 +64,7 @@ class RowSample:
     num_sampled: that were read; num_bad of them cannot run
     prompt_tokens: mean of those that can run
     output_tokens: mean of what each may generate: its max_tokens, as far as the context goes
+    expected_share: of that, what is planned for; see `expected_tokens`
     stored_tokens: of each that can run, positions that it may take in the KV cache
     sharing: what need not be computed
     """
@@ -75,6 +76,7 @@ class RowSample:
     num_bad: int
     prompt_tokens: float
     output_tokens: float
+    expected_share: float
     stored_tokens: tuple[int, ...]
     sharing: Sharing
 
@@ -84,7 +86,7 @@ class RowSample:
         return Workload(
             num_rows=max(1, round(self.num_rows * sharing.outputs_per_row)),
             prompt_tokens=sharing.prompt_tokens,
-            output_tokens=max(1.0, sharing.output_tokens),
+            output_tokens=max(1.0, sharing.output_tokens * self.expected_share),
             reused_tokens=sharing.reused_tokens,
             reused_pages=sharing.reused_pages,
             longest_tokens=max(self.stored_tokens, default=0),
@@ -136,6 +138,7 @@ def _sample(
         num_bad=len(rows) - len(good),
         prompt_tokens=_mean([len(row.request.token_ids) for row in good]),
         output_tokens=_mean([row.output_tokens for row in good]),
+        expected_share=_share(good),
         stored_tokens=tuple(len(row.request.token_ids) + row.output_tokens - 1 for row in good),
         sharing=estimate_sharing(
             runs, num_rows=in_window, num_samples=spec.samples, dedupe=spec.dedupe
@@ -178,6 +181,21 @@ def sample_ranges(num_rows: int) -> list[tuple[int, int]]:
     order = sorted(range(SAMPLE_PLACES), key=lambda place: f"{place:03b}"[::-1])
     begins = [place * (num_rows - length) // (SAMPLE_PLACES - 1) for place in order]
     return [(begin, begin + length) for begin in begins]
+
+
+def expected_tokens(params: SamplingParams, most_new: int) -> float:
+    """What a row is taken to generate before any has: half of its limit, where it may end before.
+
+    Between an eighth and a half, plans hardly differ, and a row's KV pages are taken as it grows.
+    """
+    never_ends = params.ignore_eos and not (params.stop or params.stop_token_ids)
+    return float(most_new) if never_ends else max(most_new / 2, min(params.min_tokens, most_new))
+
+
+def _share(rows: list[SampledRow]) -> float:
+    limits = sum(row.output_tokens for row in rows)
+    expected = sum(expected_tokens(row.request.params, row.output_tokens) for row in rows)
+    return expected / limits if limits else 1.0
 
 
 def _mean(values: list[int]) -> float:

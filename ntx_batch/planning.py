@@ -129,6 +129,7 @@ def _rows(sample: RowSample, planned: JobPlan) -> dict[str, Any]:
         "prompt_tokens": round(sample.prompt_tokens, 1),
         "computed_prompt_tokens": planned.plan.predicted["computed_prompt_tokens"],
         "max_output_tokens": round(sample.output_tokens, 1),
+        "expected_output_tokens": round(sample.output_tokens * sample.expected_share, 1),
         "longest_tokens": sample.workload.longest_tokens,
         "num_too_long": sum(count > planned.plan.kv_pages for count in pages),
     }

@@ -70,10 +70,13 @@ def _rows_text(rows: Mapping[str, Any]) -> str:
     about = "about " if rows["is_estimate"] else ""
     each = f" of {rows['num_samples']} samples each" if rows["num_samples"] > 1 else ""
     bad = f", {rows['num_bad']} of them cannot run" if rows["num_bad"] else ""
+    most, expected = rows["max_output_tokens"], rows["expected_output_tokens"]
+    answers = f"{most:.0f}, the most that they may have"
+    if expected < most:
+        answers = f"{expected:.0f} expected, of {most:.0f} that they may have at most"
     return (
         f"{about}{rows['num_rows']:,}{each}; prompts of {rows['prompt_tokens']:.0f} tokens "
-        f"({rows['num_sampled']} rows read{bad}), answers of {rows['max_output_tokens']:.0f}, the "
-        "most that they may have"
+        f"({rows['num_sampled']} rows read{bad}), answers of {answers}"
     )
 
 

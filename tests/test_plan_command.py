@@ -72,6 +72,7 @@ def test_a_model_that_fits_stays_in_memory(ntx: Command, prompts: Path, model: P
     assert found["rows"]["num_rows"] == 500
     assert found["rows"]["num_sampled"] == SAMPLE_ROWS
     assert found["rows"]["max_output_tokens"] == 20
+    assert found["rows"]["expected_output_tokens"] == 10  # they may end before
     assert found["predicted"]["limited_by"] == "compute"
     assert found["predicted"]["hours"] * 3600 == pytest.approx(found["predicted"]["job_s"])
 
@@ -214,6 +215,7 @@ def test_people_see_the_tiers_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> No
             "prompt_tokens": 3.0,
             "computed_prompt_tokens": 3.0,
             "max_output_tokens": 4.0,
+            "expected_output_tokens": 2.0,
             "longest_tokens": 6,
             "num_too_long": 0,
         },
