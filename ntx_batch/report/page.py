@@ -75,7 +75,8 @@ def _values(report: Report) -> dict[str, Any]:
             plots.strip([(name, num) for name, num, _ in statuses], "rows by status")
         ),
         "failures": [
-            (each, words.share(each.num_rows, rows.statuses.total())) for each in rows.by_count()
+            (each, words.share(each.num_rows, sum(num for _, num, _ in statuses)))
+            for each in rows.by_count()
         ],
         "endings": sorted(rows.endings.items()),
         "num_truncated": rows.num_truncated,
