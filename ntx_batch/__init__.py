@@ -13,6 +13,7 @@ from jobs.records import (
     SpecError,
     StoreError,
 )
+from ntx_batch import schedules
 from ntx_batch.client import JobHandle, inspect, job, list_jobs, run, submit
 
 __version__ = "0.1.0"
@@ -35,5 +36,6 @@ __all__ = [
     "job",
     "list_jobs",
     "run",
+    "schedules",
     "submit",
 ]

@@ -19,15 +19,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from jobs import control
-from jobs.dataset import read_schema
 from jobs.home import Home
 from jobs.records import NoInputError, SpecError, StoreError
 from jobs.schedule import iso_wall, parse_duration, parse_zone
 from jobs.schedule_store import Schedule, ScheduleRun, ScheduleSpec, ScheduleStore, Settlement
 from jobs.store import JobStore
 from ntx_batch.client import JobHandle
-from ntx_batch.preflight import check_job
-from ntx_batch.schedule_runs import ScheduleServer, read_run
 from ntx_batch.status import iso_time
 
 OVERLAPS = ("skip", "queue", "allow")
@@ -118,6 +115,10 @@ def _refuse_contradictions(spec: ScheduleSpec) -> None:
 
 def _check_first_run(spec: ScheduleSpec, say: Callable[[str], None]) -> None:
     """Check the job as its first run would, as far as its input is there; takes no folder."""
+    from jobs.dataset import read_schema
+    from ntx_batch.preflight import check_job
+    from ntx_batch.schedule_runs import read_run
+
     cron, _ = spec.parse()
     submission = read_run(spec, date=cron.date(time.time()), run=1)
     try:
@@ -144,6 +145,8 @@ def run(name: str, *, home: Place = None) -> Record:
 
     Raises SpecError: the job could not be made; the history has the reason too.
     """
+    from ntx_batch.schedule_runs import ScheduleServer
+
     with _opened(home) as (place, store):
         control.check_environment(control.runner_status(place), os.environ)
         server = ScheduleServer(place, store, time.time)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from jobs.schedule_store import ScheduleStore
 from jobs.store import JobStore
 from ntx_batch import schedules, systemd
 from ntx_batch.doctor import Doctor
-from tests.cli_helpers import MODEL, Ran, run_here, write_prompts
+from tests.cli_helpers import MODEL, ROOT, Ran, run_here, write_prompts
 
 Command = Callable[..., Ran]
 
@@ -202,6 +203,12 @@ def test_python_says_the_same_words(home: Path, job_file: Path) -> None:
         schedules.pause("other")
     with JobStore(Home.open(home).state_path) as jobs:
         assert [found.name for found in ScheduleStore(jobs).list_schedules()] == ["nightly"]
+
+
+def test_commands_start_without_what_only_runs_need() -> None:
+    code = "import sys, ntx_batch.cli; print({'pyarrow', 'jinja2'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
 
 
 # ---- systemd -----------------------------------------------------------------------------
