@@ -295,7 +295,7 @@ class Clockwork:
             self.ran.append(due.at)
         self.looked_at = self.now
 
-    def pass_time(self, seconds: float, step: float = MINUTE) -> None:
+    def pass_time(self, seconds: float, step: float = 5 * MINUTE) -> None:
         end = self.now + seconds
         while self.now < end:
             self.now += step
@@ -344,10 +344,10 @@ def test_after_a_clock_set_back_what_ran_is_not_counted_as_missed() -> None:
 def test_each_occurrence_of_2026_runs_once_whenever_somebody_looks(
     zone: str, expression: str
 ) -> None:
-    """A year in two zones, looked at every 2.5 hours: 364 days, 364 nights."""
+    """A year in two zones, looked at every four hours: 364 days, 364 nights."""
     cron = parse_cron(expression, zone)
     clock = Clockwork(cron, at("2026-01-01T12:00"))
-    clock.pass_time(364 * DAY, step=150 * MINUTE)
+    clock.pass_time(364 * DAY, step=4 * HOUR)
     expected = list(takewhile(lambda found: found <= clock.now, cron.after(at("2026-01-01T12:00"))))
     assert clock.ran == expected
     assert len(expected) == 364 * (4 if "*/6" in expression else 1)
