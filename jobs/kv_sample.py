@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ class KvSample:
         """Whether all rows of it have ended. no_more: none will be added"""
         return not self._prompts and (self._num_seen == ROWS or (no_more and self._num_seen > 0))
 
-    def measure(self, engine: Engine, kv_type: KvType) -> Mapping[str, Any]:
+    def measure(self, engine: Engine, kv_type: KvType) -> dict[str, Any]:
         """The figures as plain JSON values, or why there are none; see `KvAccuracy`."""
         facts = {"kv_type": kv_type, "reference": REFERENCE, "num_rows": len(self._rows)}
         try:

@@ -113,7 +113,7 @@ def plan(options: dict[str, Any], as_json: AsJson = False) -> None:
     """Predict a job without running it: memory, placement, tokens per second, hours.
 
     It reads some rows and measures this machine for a few seconds. Answers are counted with
-    all of --max-tokens, so the time is an upper limit where rows end earlier.
+    half of --max-tokens, where rows may end before it: the time may come to twice as much.
 
     Example: ntx-batch plan prompts.parquet --model model.gguf --memory 16GiB
     """

@@ -151,7 +151,7 @@ def print_status(job: Job, now: float) -> None:
             "rows": _counts(job),
             **_saved_facts(job),
             "speed": _speed(job, now),
-            "time left": duration(rates.eta_s),
+            **({"time left": duration(rates.eta_s)} if job.state == "running" else {}),
             "took": duration(took_s(job, now)),
             "input": job.spec.input,
             "model": job.spec.model,
@@ -172,7 +172,7 @@ def _saved_facts(job: Job) -> dict[str, str]:
         facts["copied"] = one if job.num_copied == 1 else more
     if job.reused_tokens:
         share = reused_share(job)
-        facts["reused"] = f"{job.reused_tokens:,} prompt tokens, {share:.0%} of those read"
+        facts["reused"] = f"{job.reused_tokens:,} prompt tokens, {share:.0%} of all"
     return facts
 
 
@@ -184,9 +184,10 @@ def _kv_facts(job: Job) -> dict[str, str]:
     if "error" in found:
         return {"KV cache": f"{found['kv_type']}; what it changes is not known: {found['error']}"}
     return {
-        "KV cache": f"{found['kv_type']}; of {found['num_tokens']} tokens in {found['num_rows']} "
-        f"rows {found['greedy_agreement']:.1%} have the same most likely one as with "
-        f"{found['reference']}, log-probabilities differ by {found['mean_logprob_difference']:.2g}"
+        "KV cache": f"{found['kv_type']}; of the last {found['num_tokens']} tokens of "
+        f"{found['num_rows']} rows {found['greedy_agreement']:.1%} have the same most likely one "
+        f"as with {found['reference']}, log-probabilities differ by "
+        f"{found['mean_logprob_difference']:.2g} in the mean ({found['measure_s']:.0f} s to measure)"
     }
 
 

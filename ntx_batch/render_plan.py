@@ -173,7 +173,11 @@ def _predicted_facts(
     )
     if placement["streamed_nbytes"]:
         balance = predicted["tokens_at_balance"]
-        yield "T*", f"{balance:.0f} tokens: up to so many ride along at no cost"
+        ride = f"{balance:.0f} tokens: up to so many ride along at no cost"
+        yield (
+            "T*",
+            ride if balance >= 1 else "none: one token computes longer than all that streams",
+        )
     yield "speed", f"{predicted['tokens_per_s']:.1f} tokens/s generated"
     yield "time", f"{duration(predicted['job_s'])} ({predicted['hours']:.2f} hours)"
     yield "limited by", _limited_text(predicted)

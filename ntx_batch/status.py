@@ -17,7 +17,7 @@ class Rates:
     Copies and failed rows count for nothing.
 
     tokens_per_s: generated tokens, those of rows on board among them while the job runs
-    prompt_tokens_per_s: prompt tokens, likewise
+    prompt_tokens_per_s: prompt tokens, likewise, without those that were reused
     eta_s: seconds until the last row, at the rate of the rows so far
     """
 
@@ -38,7 +38,7 @@ def rates_of(job: Job, now: float) -> Rates:
     counts_down = job.state == "running" and done > 0 and left is not None
     return Rates(
         tokens_per_s=completion_tokens / elapsed_s,
-        prompt_tokens_per_s=prompt_tokens / elapsed_s,
+        prompt_tokens_per_s=max(0, prompt_tokens - job.reused_tokens) / elapsed_s,
         eta_s=elapsed_s / done * (left or 0) if counts_down else None,
     )
 
@@ -55,12 +55,16 @@ def took_s(job: Job, now: float) -> float | None:
 
 
 def _working_s(job: Job, now: float) -> float:
-    """Seconds from the first admission of a row to the last commit, or to `now` while running."""
+    """Seconds from the first admission of a row to the last commit, or to `now` while running.
+
+    Those in which nothing but the KV cache's accuracy was measured are left out.
+    """
     started = job.record.get("first_admission_at")
     if started is None:
         return 0.0
     end = now if job.state == "running" else job.record.get("last_commit_at", now)
-    return float(end - started)
+    measured_s = (job.record.get("kv_accuracy") or {}).get("measure_s", 0.0)
+    return max(0.0, float(end - started - measured_s))
 
 
 def status_record(job: Job, now: float) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def test_a_job_tells_what_eight_bits_changed(tmp_path: Path, num_rows: int, kv_t
     assert found["num_rows"] == min(num_rows, ROWS)
     assert 0.8 < found["greedy_agreement"] <= 1
     assert 0 < found["mean_logprob_difference"] < 0.1
+    assert found["measure_s"] > 0
 
 
 def test_a_sample_is_complete_when_its_rows_have_ended() -> None:
@@ -84,11 +85,11 @@ def test_status_says_it_in_words(tmp_path: Path) -> None:
         job = make_job(store)
     assert _kv_facts(job) == {}
     figures = {"num_tokens": 512, "greedy_agreement": 0.9941, "mean_logprob_difference": 0.0081}
-    record = {"kv_type": "int8", "reference": "f16", "num_rows": 8, **figures}
+    record = {"kv_type": "int8", "reference": "f16", "num_rows": 8, "measure_s": 2.3, **figures}
     (text,) = _kv_facts(replace(job, record={"kv_accuracy": record})).values()
     assert text == (
-        "int8; of 512 tokens in 8 rows 99.4% have the same most likely one as with f16, "
-        "log-probabilities differ by 0.0081"
+        "int8; of the last 512 tokens of 8 rows 99.4% have the same most likely one as with f16, "
+        "log-probabilities differ by 0.0081 in the mean (2 s to measure)"
     )
     failed = {"kv_type": "int8", "error": "disk gone"}
     (text,) = _kv_facts(replace(job, record={"kv_accuracy": failed})).values()

@@ -54,7 +54,7 @@ def test_status_tells_what_was_not_computed_again(
     render.print_status(done, 0.0)
     shown = capsys.readouterr().out
     assert "1 row is a copy of an equal one" in shown
-    assert "3,000 prompt tokens, 75% of those read" in shown
+    assert "3,000 prompt tokens, 75% of all" in shown
     assert (status_record(done, 0.0)["reused_tokens"], status_record(done, 0.0)["copied"]) == (
         3000,
         1,
