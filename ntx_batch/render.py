@@ -187,7 +187,8 @@ def _kv_facts(job: Job) -> dict[str, str]:
         "KV cache": f"{found['kv_type']}; of the last {found['num_tokens']} tokens of "
         f"{found['num_rows']} rows {found['greedy_agreement']:.1%} have the same most likely one "
         f"as with {found['reference']}, log-probabilities differ by "
-        f"{found['mean_logprob_difference']:.2g} in the mean ({found['measure_s']:.0f} s to measure)"
+        f"{found['mean_logprob_difference']:.2g} in the mean "
+        f"({found['measure_s']:.0f} s to measure)"
     }
 
 

@@ -176,7 +176,9 @@ def _predicted_facts(
         ride = f"{balance:.0f} tokens: up to so many ride along at no cost"
         yield (
             "T*",
-            ride if balance >= 1 else "none: one token computes longer than all that streams",
+            ride
+            if balance >= 1
+            else "none: one token takes longer to compute than all that streams",
         )
     yield "speed", f"{predicted['tokens_per_s']:.1f} tokens/s generated"
     yield "time", f"{duration(predicted['job_s'])} ({predicted['hours']:.2f} hours)"
