@@ -259,6 +259,12 @@ class ScheduleStore:
             return False
         return True
 
+    def pass_over_run(self, schedule: Schedule) -> bool:
+        """Give the number of the next run to none; False: another process gave it out."""
+        number = schedule.num_runs + 1
+        with self._db.atomic():
+            return self._db.row("take_run_number", id=schedule.id, number=number) is not None
+
     def begin_run(
         self,
         schedule: Schedule,

@@ -123,10 +123,8 @@ class ScheduleServer:
         at: the instant that {date} is of
         """
         try:
-            plan = self._plan(schedule, at)
-            job = self._store.begin_run(
-                schedule, settlement, lambda: self._create_job(schedule, plan), plan.items
-            )
+            current = self._past_taken_folders(schedule, at)
+            job = None if current is None else self._make_job(current, settlement, at)
         except (NothingToDoError, NoInputError) as error:
             return self._settle(schedule, settlement, "nothing", str(error))
         except (JobError, EngineError, OSError) as error:
@@ -142,6 +140,24 @@ class ScheduleServer:
         self._remove_old(schedule)
         return Outcome(job.state, job.reason, job)
 
+    def _make_job(self, schedule: Schedule, settlement: Settlement, at: float) -> Job | None:
+        plan = self._plan(schedule, at)
+        return self._store.begin_run(
+            schedule, settlement, lambda: self._create_job(schedule, plan), plan.items
+        )
+
+    def _past_taken_folders(self, schedule: Schedule, at: float) -> Schedule | None:
+        """The schedule, past the numbers whose folder another's results are in.
+
+        None where another process made a run meanwhile.
+        """
+        while _is_taken(*(_read(schedule, at, ahead) for ahead in (1, 2))):
+            log.info("schedule %s: run %d's folder is taken", schedule.name, schedule.num_runs + 1)
+            if not self._store.pass_over_run(schedule):
+                return None
+            schedule = self._store.get(schedule.name)
+        return schedule
+
     def _settle(
         self, schedule: Schedule, settlement: Settlement, state: str, reason: str
     ) -> Outcome:
@@ -150,8 +166,7 @@ class ScheduleServer:
         return Outcome(state, reason)
 
     def _plan(self, schedule: Schedule, at: float) -> PlannedRun:
-        cron, _ = schedule.spec.parse()
-        submission = read_run(schedule.spec, date=cron.date(at), run=schedule.num_runs + 1)
+        submission = _read(schedule, at)
         spec = submission.spec
         if not schedule.spec.new_only:
             checked = check_job(spec, overwrite=submission.overwrite)
@@ -211,6 +226,21 @@ class ScheduleServer:
     def _remove_old(self, schedule: Schedule) -> None:
         for job_id in self._store.old_jobs(schedule):
             log.info("schedule %s: %s", schedule.name, actions.remove(self._home, job_id))
+
+
+def _read(schedule: Schedule, at: float, ahead: int = 1) -> Submission:
+    """What the next run submits, or one further ahead."""
+    cron, _ = schedule.spec.parse()
+    return read_run(schedule.spec, date=cron.date(at), run=schedule.num_runs + ahead)
+
+
+def _is_taken(submission: Submission, after: Submission) -> bool:
+    """Whether a run's own folder has something in it. after: what the run after it submits"""
+    output = submission.spec.output
+    if output is None or submission.overwrite or output == after.spec.output:
+        return False
+    folder = Path(output)
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def read_run(spec: ScheduleSpec, *, date: str, run: int) -> Submission:

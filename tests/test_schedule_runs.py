@@ -552,3 +552,19 @@ def test_an_idle_runner_stays_while_a_schedule_may_want_it(make_house: Any) -> N
     assert not house.jobs.stop_if_idle()
     house.store.set_paused(house.schedule, paused=True)
     assert house.jobs.stop_if_idle()
+
+
+def test_a_number_whose_folder_has_results_is_passed_over(make_house: Any, tmp_path: Path) -> None:
+    """As after a schedule that was removed, whose runs were named by the same job file."""
+    house = make_house()
+    house.write_job(f'output = "{tmp_path}/out/{{date}}-{{run}}"')
+    house.put("a", "one")
+    for number in (1, 2):
+        folder = tmp_path / "out" / f"2026-12-01-{number}"
+        folder.mkdir(parents=True)
+        (folder / "part.parquet").write_bytes(b"kept")
+    assert house.serve_at("2026-12-01T02:00:03") == ["queued"]
+    (job,) = house.jobs.list_jobs()
+    assert job.run == 3
+    assert job.results_dir == f"{tmp_path}/out/2026-12-01-3"
+    assert (tmp_path / "out" / "2026-12-01-1" / "part.parquet").read_bytes() == b"kept"
