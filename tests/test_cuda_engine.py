@@ -16,21 +16,23 @@ from engine.extents import ALIGNMENT
 from engine.gguf_file import GgufFile
 from engine.planner import Plan
 from engine.weight_stream import parcel_layouts
+from kernels.ops import PAGE_TOKENS
 from nvme import Reader, ReadError, open_reader
 from scripts.synth_gguf import Shape, write_model
 from tests import golden
-from tests.test_cuda_ops import open_ops
+from tests.test_cuda_ops import KV_TYPES, open_ops
 
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
 MAX_ERROR = 3e-2  # half operands
+MAX_INT8_CHANGE = 0.15  # of logits
 POOL = 64 << 20
 
 
 @pytest.fixture(scope="module")
 def ops() -> Iterator[Any]:
-    made = open_ops()
+    made = open_ops(kv_types=KV_TYPES)
     yield made
     made.close()
 
@@ -105,11 +107,14 @@ def prompts() -> list[Request]:
     return rows
 
 
+@pytest.mark.parametrize("kv_type", ["f16", "int8"])
 @pytest.mark.parametrize("name", ["llama-q4_k_m", "qwen3-headdim96-q4_0"])
-def test_rows_alone_in_a_batch_shuffled_and_in_chunks_are_the_same(ops: Any, name: str) -> None:
+def test_rows_alone_in_a_batch_shuffled_and_in_chunks_are_the_same(
+    ops: Any, name: str, kv_type: str
+) -> None:
     """Case 21: tokens and log-probabilities to the last bit, in both weight layouts."""
     requests = prompts()
-    with open_engine(ops, name) as engine:
+    with open_engine(ops, name, kv_type=kv_type) as engine:
         alone: dict[int, Any] = {}
         for request in requests:
             alone |= run_rows(engine, [request])
@@ -117,8 +122,20 @@ def test_rows_alone_in_a_batch_shuffled_and_in_chunks_are_the_same(ops: Any, nam
         shuffled = [requests[i] for i in np.random.default_rng(1).permutation(len(requests))]
         assert run_rows(engine, shuffled) == alone
     for settings in ({"sweep_tokens": 7}, {"sweep_tokens": 300}, {"expand": "always"}):
-        with open_engine(ops, name, **settings) as engine:
+        with open_engine(ops, name, **{"kv_type": kv_type, **settings}) as engine:
             assert run_rows(engine, requests) == alone, settings
+
+
+@pytest.mark.parametrize("name", ["llama-q4_k_m", "qwen3-headdim96-q4_0"])
+def test_kv_of_8_bits_is_that_of_halves_for_a_page_and_near_it_from_then_on(
+    ops: Any, name: str
+) -> None:
+    ids = golden.load(name).sequences[-1].ids
+    with open_engine(ops, name, kv_type="int8") as engine:
+        halves, integers = engine.logits(ids, "f16"), engine.logits(ids, "int8")
+    assert integers[:PAGE_TOKENS].tobytes() == halves[:PAGE_TOKENS].tobytes()
+    assert (integers[PAGE_TOKENS:] != halves[PAGE_TOKENS:]).any(axis=1).all()
+    assert np.abs(integers - halves).max() <= MAX_INT8_CHANGE
 
 
 PLACES = {
@@ -227,7 +244,8 @@ class FailingReader:
             raise ReadError("planted")
 
 
-def test_small_sweeps_are_replayed_and_give_the_same_bytes(ops: Any) -> None:
+@pytest.mark.parametrize("kv_type", ["f16", "int8"])
+def test_small_sweeps_are_replayed_and_give_the_same_bytes(ops: Any, kv_type: str) -> None:
     """A row alone, whose sweeps are recorded; the same among others, too many to be recorded."""
     from kernels.cuda import launch
 
@@ -237,7 +255,7 @@ def test_small_sweeps_are_replayed_and_give_the_same_bytes(ops: Any) -> None:
         Request(row_index=i, token_ids=rng.integers(3, 500, 240).astype(np.int32), params=params)
         for i in range(24)
     ]
-    with open_engine(ops, "llama-q4_k_m") as engine:
+    with open_engine(ops, "llama-q4_k_m", kv_type=kv_type) as engine:
         together = run_rows(engine, requests)
         before, early_before = ops.recordings.num_replayed, launch.num_early
         for request in requests[:3]:
@@ -247,16 +265,16 @@ def test_small_sweeps_are_replayed_and_give_the_same_bytes(ops: Any) -> None:
         assert (launch.num_early > early_before) == launch.can_overlap(0)
 
 
-def test_short_prompts_in_pools_of_both_types_are_computed_anew(ops: Any) -> None:
+def test_short_prompts_in_pools_of_all_types_are_computed_anew(ops: Any) -> None:
     """Logits come from a pool that lives for one call: nothing recorded may outlive it."""
     ids = np.arange(5, 13, dtype=np.int32)
     with open_engine(ops, "llama-q4_k_m") as engine:
-        first = {kv_type: engine.logits(ids, kv_type).tobytes() for kv_type in ("f16", "f32")}
+        first = {kv_type: engine.logits(ids, kv_type).tobytes() for kv_type in KV_TYPES}
         before = ops.recordings.num_replayed
-        for kv_type in ("f32", "f16", "f16", "f32", "f32"):
+        for kv_type in ("f32", "f16", "int8", "f16", "int8", "int8", "f32", "f32"):
             assert engine.logits(ids, kv_type).tobytes() == first[kv_type]
         assert ops.recordings.num_replayed == before
-    assert first["f16"] != first["f32"]
+    assert first["int8"] == first["f16"] != first["f32"]
 
 
 def test_device_memory_does_not_grow_with_rows_of_changing_length(ops: Any) -> None:

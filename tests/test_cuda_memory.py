@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from engine import EngineConfig, Request, SamplingParams
 from engine.engine import Engine
 from scripts.synth_gguf import Shape, write_model
 from tests.test_cuda_engine import run_rows
-from tests.test_cuda_ops import open_ops
+from tests.test_cuda_ops import KV_TYPES, open_ops
 
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
@@ -34,13 +35,19 @@ def requests(rng: np.random.Generator, num_rows: int) -> list[Request]:
     ]
 
 
-def test_memory_does_not_grow_while_short_and_long_rows_take_turns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_type", ["f16", "int8"])
+def test_memory_does_not_grow_while_short_and_long_rows_take_turns(
+    tmp_path: Path, kv_type: Any
+) -> None:
     """Case 107: what the device has taken after a warm-up is all that it ever takes."""
     path = tmp_path / "m.gguf"
     shape = Shape(num_layers=2, hidden=256, ffn=512, num_heads=4, num_kv_heads=2, vocab_size=2000)
     write_model(path, shape, type_name="Q4_K")
-    config = EngineConfig(device="gpu", kv_memory_nbytes=16 << 20, sweep_tokens=700)
-    ops, pool, rng = open_ops(), cp.get_default_memory_pool(), np.random.default_rng(3)
+    config = EngineConfig(
+        device="gpu", kv_type=kv_type, kv_memory_nbytes=16 << 20, sweep_tokens=700
+    )
+    ops, rng = open_ops(kv_types=KV_TYPES), np.random.default_rng(3)
+    pool = cp.get_default_memory_pool()
     with Engine(path, config, ops=ops) as engine:
         run_rows(engine, requests(rng, 40))
         taken = pool.total_bytes()

@@ -28,6 +28,8 @@ cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 product = pytest.importorskip("kernels.cuda.product")
 pytestmark = pytest.mark.gpu
 
+KV_TYPES = ("f32", "f16", "int8")
+
 
 @pytest.fixture(scope="module", params=["library", "own"])
 def ops(request: pytest.FixtureRequest) -> Iterator[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.test_cuda_engine import open_engine, ops
+from tests.test_cuda_ops import KV_TYPES
 from tests.test_preemption import run_with_preemptions
 from tests.test_prefix_reuse import mixed_rows, num_computed, run, with_common_prefix
 
@@ -16,7 +17,7 @@ __all__ = ["ops"]  # the fixture of the module
 
 
 @pytest.mark.parametrize("name", ["llama-q4_k_m", "qwen3-headdim96-q4_0"])
-@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+@pytest.mark.parametrize("kv_type", KV_TYPES)
 @pytest.mark.parametrize("sweep_tokens", [None, 37], ids=["whole", "chunked"])
 def test_every_byte_is_the_same_with_reuse_and_without(
     ops: Any, name: str, kv_type: str, sweep_tokens: int | None
@@ -38,7 +39,7 @@ def test_a_common_beginning_is_computed_once(ops: Any) -> None:
         assert num_computed(engine) == len(prefix) + 100 * 20
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+@pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_a_preempted_row_ends_with_the_same_bytes(ops: Any, kv_type: str) -> None:
     with open_engine(ops, "llama-q4_k_m", kv_type=kv_type) as engine:
         undisturbed = run(engine, mixed_rows())

@@ -13,10 +13,14 @@ from kernels.ops import KernelError
 
 SOURCES = {
     "attention.cu",
+    "attention.cuh",
+    "attention_int8.cu",
     "blocks.cuh",
+    "close_pages.cu",
     "common.cuh",
     "dequant.cu",
     "few.cu",
+    "pages.cuh",
     "pointwise.cu",
     "product.cu",
     "runs.cuh",

@@ -16,7 +16,7 @@ from kernels.cuda.few import FewProducts
 from kernels.cuda.matrix import CudaMatrix, DeviceArray
 from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, floats_together, get_kernel
 from kernels.cuda.pinned import device_view, pinned_bytes
-from kernels.cuda.plan import PARTIALS_NBYTES, SweepPlan, TaskMemory, plan_sweep
+from kernels.cuda.plan import PARTIALS_NBYTES, HalfPages, SweepPlan, TaskMemory, plan_sweep
 from kernels.cuda.product import Products
 from kernels.cuda.recordings import Recordings
 from kernels.cuda.scratch import Scratch, free_unused
@@ -36,10 +36,13 @@ from kernels.quants import BlockTensor
 
 MAX_HEAD = 256
 _KEY_STEP, _VALUE_STEP = 32, 8  # sizes of a head are padded to, or must be, multiples of these
-_KV_TYPES = {"f32": (np.float32, "float"), "f16": (np.float16, "__half")}
+_KV_DTYPES: dict[KvType, Any] = {"f32": np.float32, "f16": np.float16, "int8": np.int8}
+_TYPE_NAMES = {"f32": "float", "f16": "__half"}  # of a pool's elements, in its own kernels
+OFFERED_KV_TYPES: tuple[KvType, ...] = ("f32", "f16")
 _THREADS, _MOST_THREADS = 256, 1024
 _FULL_BLOCKS = 256  # blocks of `_THREADS` that fill a device
 _WARPS = 4
+_HALF_NBYTES = 2
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # cudaDeviceAttr
 
 
@@ -47,6 +50,10 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # cudaDeviceAttr
 class CudaKvPool:
     """keys: (num_layers, num_pages, num_kv_heads, 32, key_length rounded up to 32)
     values: (num_layers, num_pages, num_kv_heads, value_length, 32)
+
+    For KV of 8 bits alone, in float16, see pages.cuh:
+    scales: (num_layers, num_pages, num_kv_heads, key_length rounded up to 32, then 32)
+    open_pages: (num_layers, num_rows, half_page_len)
     """
 
     num_pages: int
@@ -54,6 +61,8 @@ class CudaKvPool:
     page_nbytes: int
     keys: DeviceArray
     values: DeviceArray
+    scales: DeviceArray
+    open_pages: DeviceArray
 
 
 class CudaOps:
@@ -63,6 +72,7 @@ class CudaOps:
     products: "tiles" of any number of tokens, inputs rounded to halves (`kernels.cuda.product`), or
         "few": all sweeps in groups of eight tokens (`kernels.cuda.few`); bytes differ between them
     library: whether tiles may use the vendor's library
+    kv_types: that pools may have
     """
 
     name = "cuda"
@@ -77,6 +87,7 @@ class CudaOps:
         *,
         products: ProductWay = "tiles",
         library: bool = True,
+        kv_types: Sequence[KvType] = OFFERED_KV_TYPES,
     ) -> None:
         check_device(device)
         self._device = cp.cuda.Device(device)
@@ -88,6 +99,8 @@ class CudaOps:
         self.products = FewProducts(scratch) if few else Products(scratch, library=library)
         self._plan_uploads, self._choice_uploads = Uploads(), Uploads()
         self._tasks = TaskMemory()
+        self._kv_types = kv_types
+        self._has_int8_pools = False
         self.recordings = Recordings()
 
     @property
@@ -155,33 +168,41 @@ class CudaOps:
         return on_host
 
     def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
-        per_token = _round_up(shape.key_length, _KEY_STEP) + shape.value_length
-        values = shape.num_layers * shape.num_kv_heads * PAGE_TOKENS * per_token
-        return values * int(np.dtype(_kv_dtype(kv_type)).itemsize)
+        if kv_type not in self._kv_types:
+            known = " and ".join(self._kv_types)
+            raise KernelError(f"the GPU has no KV cache of type {kv_type}; it has {known}")
+        nbytes = _page_len(shape) * int(np.dtype(_KV_DTYPES[kv_type]).itemsize)
+        nbytes += shape.num_kv_heads * _scales_len(shape, kv_type) * _HALF_NBYTES
+        return shape.num_layers * nbytes
 
     def kv_row_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
-        return 0  # of a row beside its pages
+        return shape.num_layers * _page_len(shape) * _HALF_NBYTES if kv_type == "int8" else 0
 
     def kv_pool(
         self, shape: KvShape, *, num_pages: int, kv_type: KvType, num_rows: int = 0
     ) -> CudaKvPool:
         _check_heads(shape)
+        page_nbytes = self.kv_page_nbytes(shape, kv_type)
         outer = (shape.num_layers, num_pages, shape.num_kv_heads)
-        stride, dtype = _round_up(shape.key_length, _KEY_STEP), _kv_dtype(kv_type)
+        dtype, is_int8 = _KV_DTYPES[kv_type], kv_type == "int8"
+        self._has_int8_pools |= is_int8
+        num_open = num_rows if is_int8 else 0
         return CudaKvPool(
             num_pages=num_pages,
             kv_type=kv_type,
-            page_nbytes=self.kv_page_nbytes(shape, kv_type),
-            keys=cp.zeros((*outer, PAGE_TOKENS, stride), dtype),
+            page_nbytes=page_nbytes,
+            keys=cp.zeros((*outer, PAGE_TOKENS, _key_stride(shape)), dtype),
             values=cp.zeros((*outer, shape.value_length, PAGE_TOKENS), dtype),
+            scales=cp.zeros((*outer, _scales_len(shape, kv_type)), np.float16),
+            open_pages=cp.zeros((shape.num_layers, num_open, _page_len(shape)), np.float16),
         )
 
     def kv_release(self, pool: CudaKvPool, pages: Sequence[int]) -> None:
         pass
 
     def kv_copy(self, pool: CudaKvPool, source: int, target: int) -> None:
-        pool.keys[:, target] = pool.keys[:, source]
-        pool.values[:, target] = pool.values[:, source]
+        for array in (pool.keys, pool.values, pool.scales):
+            array[:, target] = array[:, source]
 
     def choose(self, logits: Float32, specs: Rows, edits: Edits, num_tokens: int) -> Choices:
         on_device = cp.asarray(logits)
@@ -190,7 +211,14 @@ class CudaOps:
         )
 
     def plan(self, batch: Batch, shape: KvShape, num_heads: int) -> SweepPlan:
-        return plan_sweep(batch, shape, num_heads, self._plan_uploads, self._tasks)
+        return plan_sweep(
+            batch,
+            shape,
+            num_heads,
+            self._plan_uploads,
+            self._tasks,
+            in_halves=self._has_int8_pools,
+        )
 
     # ---- inside run(body) ------------------------------------------------------------------
 
@@ -260,9 +288,15 @@ class CudaOps:
     ) -> None:
         assert len(qkv) == len(q) == plan.num_tokens, (qkv.shape, q.shape, plan.num_tokens)
         plan = self._current(plan)
-        kernel = get_kernel("pointwise.cu", f"rope_store<{_KV_TYPES[pool.kv_type][1]}>")
+        if pool.kv_type == "int8":
+            assert not half_pages_of(plan).leaves_an_open_page, batch.segments
+            name = "rope_store_int8"
+            places = self._half_page_places(plan, pool, layer)
+        else:
+            name = f"rope_store<{_TYPE_NAMES[pool.kv_type]}>"
+            places = (*_table(plan, pool, layer), pool.keys, pool.values)
         parts = blocks_for(head.num_heads + head.num_kv_heads, _THREADS // 32)
-        kernel(
+        get_kernel("pointwise.cu", name)(
             (plan.num_tokens, min(parts, blocks_for(_FULL_BLOCKS, plan.num_tokens))),
             (_THREADS,),
             (
@@ -281,11 +315,7 @@ class CudaOps:
                 np.int32(rope.style == "halves"),
                 plan.positions,
                 plan.segments,
-                plan.pages,
-                np.int32(plan.pages.shape[1]),
-                np.int64(layer * pool.num_pages),
-                pool.keys,
-                pool.values,
+                *places,
                 q,
             ),
             shared_mem=_THREADS // 32 * head.key_length * 4,
@@ -306,9 +336,18 @@ class CudaOps:
         sums, stats = self._partial_buffers(plan.num_partials, head.value_length)
         scale = np.float32(head.key_length**-0.5)
         sizes = (np.int32(head.num_heads), np.int32(head.num_kv_heads))
-        type_name, key_stride = _KV_TYPES[pool.kv_type][1], pool.keys.shape[4]
-        name = f"attention<{type_name}, {key_stride}, {head.value_length}>"
-        get_kernel("attention.cu", name)(
+        lengths = f"{pool.keys.shape[4]}, {head.value_length}"
+        places = _table(plan, pool, layer)
+        arrays: tuple[DeviceArray, ...] = (pool.keys, pool.values)
+        if pool.kv_type == "int8":
+            self._close_pages(plan, pool, layer)
+            kernel = get_kernel("attention_int8.cu", f"attention_int8<{lengths}>")
+            places += self._half_page_places(plan, pool, layer)
+            arrays += (pool.scales,)
+        else:
+            name = f"attention<{_TYPE_NAMES[pool.kv_type]}, {lengths}>"
+            kernel = get_kernel("attention.cu", name)
+        kernel(
             (len(plan.tasks), head.num_kv_heads),
             (_WARPS * 32,),
             (
@@ -316,12 +355,9 @@ class CudaOps:
                 np.int32(head.key_length),
                 scale,
                 plan.tasks,
-                plan.pages,
-                np.int32(plan.pages.shape[1]),
-                np.int64(layer * pool.num_pages),
+                *places,
                 q,
-                pool.keys,
-                pool.values,
+                *arrays,
                 out,
                 sums,
                 stats,
@@ -333,6 +369,40 @@ class CudaOps:
                 (_round_up(head.value_length, 32),),
                 (*sizes, np.int32(head.value_length), scale, plan.merges, sums, stats, out),
             )
+
+    def _close_pages(self, plan: SweepPlan, pool: CudaKvPool, layer: int) -> None:
+        closing = half_pages_of(plan).closing
+        if len(closing) == 0:
+            return
+        _, _, num_kv_heads, value_length, _ = pool.values.shape
+        get_kernel("close_pages.cu", "close_pages")(
+            (len(closing), num_kv_heads),
+            (_THREADS,),
+            (
+                np.int32(num_kv_heads),
+                np.int32(pool.keys.shape[4]),
+                np.int32(value_length),
+                closing,
+                *_table(plan, pool, layer),
+                *self._half_page_places(plan, pool, layer),
+                pool.keys,
+                pool.values,
+                pool.scales,
+            ),
+        )
+
+    def _half_page_places(
+        self, plan: SweepPlan, pool: CudaKvPool, layer: int
+    ) -> tuple[DeviceArray | np.int64, ...]:
+        """Where a layer's pages in halves lie, as the kernels take it.
+
+        The new pages are where products, of which none is going on, keep their inputs.
+        """
+        half_pages = half_pages_of(plan)
+        _, num_rows, page_len = pool.open_pages.shape
+        shape = (max(half_pages.num_new, 1), page_len)
+        new_pages = self._scratch.take("x", shape, np.float16)
+        return half_pages.homes, np.int64(layer * num_rows), pool.open_pages, new_pages
 
     def _partial_buffers(
         self, num_partials: int, value_length: int
@@ -373,6 +443,11 @@ class CudaOps:
         self._product(normed, weight, logits)
 
 
+def half_pages_of(plan: SweepPlan) -> HalfPages:
+    assert plan.half_pages is not None, "planned before there was a pool of 8 bits"
+    return plan.half_pages
+
+
 def check_device(index: int) -> None:
     """Raise KernelError where a GPU cannot be used; takes no memory on it."""
     try:
@@ -399,11 +474,24 @@ def _check_heads(shape: KvShape) -> None:
             )
 
 
-def _kv_dtype(kv_type: KvType) -> Any:
-    if kv_type not in _KV_TYPES:
-        known = " and ".join(_KV_TYPES)
-        raise KernelError(f"the GPU has no KV cache of type {kv_type}; it has {known}")
-    return _KV_TYPES[kv_type][0]
+def _key_stride(shape: KvShape) -> int:
+    """Key length as stored."""
+    return _round_up(shape.key_length, _KEY_STEP)
+
+
+def _page_len(shape: KvShape) -> int:
+    """Keys and values of a page, of one layer."""
+    return shape.num_kv_heads * PAGE_TOKENS * (_key_stride(shape) + shape.value_length)
+
+
+def _scales_len(shape: KvShape, kv_type: KvType) -> int:
+    """Scales of a page, of one layer and KV head."""
+    return _key_stride(shape) + PAGE_TOKENS if kv_type == "int8" else 0
+
+
+def _table(plan: SweepPlan, pool: CudaKvPool, layer: int) -> tuple[Any, ...]:
+    """The page table, its width and the layer's first page, as the kernels take them."""
+    return plan.pages, np.int32(plan.pages.shape[1]), np.int64(layer * pool.num_pages)
 
 
 def _rms_norm(x: Any, rows: Any, weight: Any, eps: float, out: Any) -> None:

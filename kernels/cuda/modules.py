@@ -13,13 +13,21 @@ from kernels.ops import KernelError
 
 FOLDER = Path(__file__).parent
 PRELUDE = ("common.cuh", "blocks.cuh")
-_BEFORE = {"few.cu": ("runs.cuh",), "sampling.cu": ("selection.cuh",)}
+_BEFORE = {
+    "attention.cu": ("attention.cuh",),
+    "attention_int8.cu": ("attention.cuh", "pages.cuh"),
+    "close_pages.cu": ("pages.cuh",),
+    "few.cu": ("runs.cuh",),
+    "pointwise.cu": ("pages.cuh",),
+    "sampling.cu": ("selection.cuh",),
+}
 NULL = np.uint64(0)  # a pointer argument that is not there
 MAX_GRID_Y = 65535
 # Kernels that call `wait_for_others` before they touch what others write or read.
 WAITING = {
     *("rms_norm", "rope_store", "attention", "merge_partials", "swiglu", "gather_rows"),
     *("few_product", "few_dots", "split_tokens"),
+    *("rope_store_int8", "close_pages", "attention_int8"),
 }
 
 

@@ -6,6 +6,9 @@ later, has as many.
 A task is up to 16 query rows (tokens x heads of a group) of a segment, for each KV head. Segments
 of few query rows and many positions are split by blocks of 256 positions too; their partials are
 merged by the same arithmetic in the same order as inside a task.
+
+With KV of 8 bits the pages that a sweep stores into are kept in halves (`HalfPages`), and those
+that it fills are listed.
 """
 
 from __future__ import annotations
@@ -41,10 +44,29 @@ class Tasks:
 
 
 @dataclass(frozen=True, slots=True)
+class HalfPages:
+    """Where the pages that a sweep stores into are kept in halves: see pages.cuh.
+
+    homes: (num_segments, 3) int32 its row, its last page, what takes an earlier page's number to
+        that of a new page
+    closing: (n, 2) int32 segment, pages of its row up to one that the sweep fills; in a small sweep
+        a line per token, zeros where it fills none
+    num_new: pages that end before the last of their segment
+    leaves_an_open_page: whether a segment begins inside a page and goes on in the next
+    """
+
+    homes: DeviceArray
+    closing: DeviceArray
+    num_new: int
+    leaves_an_open_page: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SweepPlan:
     """Device arrays of one sweep, until the next is planned.
 
     pages: (num_segments, at least the most pages of one) int32
+    half_pages: where pools of 8 bits are in use
     serial: of its upload
     key: equal for sweeps whose launches are the same; None where they need not be
     """
@@ -61,6 +83,7 @@ class SweepPlan:
     tasks: DeviceArray
     merges: DeviceArray
     num_partials: int
+    half_pages: HalfPages | None
 
 
 class TaskMemory:
@@ -85,8 +108,15 @@ class TaskMemory:
 
 
 def plan_sweep(
-    batch: Batch, shape: KvShape, num_heads: int, uploads: Uploads, memory: TaskMemory
+    batch: Batch,
+    shape: KvShape,
+    num_heads: int,
+    uploads: Uploads,
+    memory: TaskMemory,
+    *,
+    in_halves: bool = False,
 ) -> SweepPlan:
+    """in_halves: list the pages that pools of 8 bits keep in halves"""
     tasks = memory.tasks_of(batch, shape, num_heads)
     begins, ends = batch.segments[:, 0], batch.segments[:, 1]
     most_pages = int(batch.positions[ends - 1].max(initial=0)) // PAGE_TOKENS + 1
@@ -103,8 +133,10 @@ def plan_sweep(
         table,
         merges,
     ]
-    token_ids, logit_indices, positions, segments, pages, task_table, merge_table = uploads.bring(
-        arrays
+    if in_halves:
+        arrays += [homes_of(batch), closing_pages(batch, num_lines=batch.num_tokens * is_small)]
+    token_ids, logit_indices, positions, segments, pages, task_table, merge_table, *halves = (
+        uploads.bring(arrays)
     )
     sizes = tuple(array.shape for array in arrays)
     return SweepPlan(
@@ -120,7 +152,42 @@ def plan_sweep(
         tasks=task_table,
         merges=merge_table,
         num_partials=tasks.num_partials,
+        half_pages=_half_pages(batch, *halves) if in_halves else None,
     )
+
+
+def _half_pages(batch: Batch, homes: DeviceArray, closing: DeviceArray) -> HalfPages:
+    first, last = _first_and_last_pages(batch)
+    begins_inside = batch.positions[batch.segments[:, 0]] % PAGE_TOKENS > 0
+    return HalfPages(
+        homes=homes,
+        closing=closing,
+        num_new=int((last - first).sum()),
+        leaves_an_open_page=bool((begins_inside & (first < last)).any()),
+    )
+
+
+def _first_and_last_pages(batch: Batch) -> tuple[Int32, Int32]:
+    """Of each segment, by number in its row."""
+    begins, ends = batch.segments[:, 0], batch.segments[:, 1]
+    return batch.positions[begins] // PAGE_TOKENS, batch.positions[ends - 1] // PAGE_TOKENS
+
+
+def homes_of(batch: Batch) -> Int32:
+    """See `HalfPages`."""
+    first, last = _first_and_last_pages(batch)
+    counts = last - first
+    rows = batch.rows[batch.segments[:, 0]]
+    return np.stack([rows, last, np.cumsum(counts) - counts - first], axis=1).astype(np.int32)
+
+
+def closing_pages(batch: Batch, *, num_lines: int = 0) -> Int32:
+    """See `HalfPages`. num_lines: at least, with zeros behind"""
+    tokens = np.flatnonzero(batch.positions % PAGE_TOKENS == PAGE_TOKENS - 1)
+    lines = np.zeros((max(len(tokens), num_lines), 2), np.int32)
+    lines[: len(tokens), 0] = np.searchsorted(batch.segments[:, 1], tokens, side="right")
+    lines[: len(tokens), 1] = batch.positions[tokens] // PAGE_TOKENS + 1
+    return lines
 
 
 def _padded(table: Int32) -> Int32:

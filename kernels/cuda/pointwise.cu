@@ -127,7 +127,44 @@ __device__ void load_head(const float* __restrict__ from, int length,
   __syncwarp();
 }
 
-// q into `q`, k and v into their page; gridDim.y blocks per token, a warp per head.
+// q into `q`, k and v into their page: keys (kv_heads, 32, key_stride), values (kv_heads,
+// value_length, 32). `stored` dimensions of a key: those past its length as zeros.
+template <typename T>
+__device__ __forceinline__ void rope_and_store(
+    int num_heads, int num_kv_heads, int key_length, int value_length, int key_stride, int stored,
+    const float* __restrict__ qkv, const float* __restrict__ q_norm,
+    const float* __restrict__ k_norm, float eps, const float* __restrict__ cos,
+    const float* __restrict__ sin, int pairs, int halves, int position, T* __restrict__ page_keys,
+    T* __restrict__ page_values, float* __restrict__ q) {
+  extern __shared__ float heads[];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int num_warps = gridDim.y * (blockDim.x / kWarp), num_rotated = num_heads + num_kv_heads;
+  const int first_head = blockIdx.y * (blockDim.x / kWarp) + warp, slot = position % kPage;
+  const i64 token = blockIdx.x;
+  const float* from = qkv + token * (num_rotated * key_length + num_kv_heads * value_length);
+  float* head = heads + warp * key_length;
+  for (int h = first_head; h < num_rotated; h += num_warps) {
+    const bool is_key = h >= num_heads;
+    load_head(from + h * key_length, key_length, is_key ? k_norm : q_norm, eps,
+              cos + i64(position) * pairs, sin + i64(position) * pairs, pairs, halves, head);
+    T* key = page_keys + i64((h - num_heads) * kPage + slot) * key_stride;
+    float* query = q + token * num_heads * key_length + h * key_length;
+    for (int i = lane; i < key_length; i += kWarp) {
+      if (is_key) store(key + i, head[i]);
+      else query[i] = head[i];
+    }
+    for (int i = key_length + lane; is_key && i < stored; i += kWarp) store(key + i, 0.0f);
+    __syncwarp();
+  }
+  const float* value = from + num_rotated * key_length;
+  T* target = page_values + slot;
+  const int first = blockIdx.y * blockDim.x + threadIdx.x;
+  for (int i = first; i < num_kv_heads * value_length; i += gridDim.y * blockDim.x) {
+    store(target + i64(i) * kPage, value[i]);
+  }
+}
+
+// gridDim.y blocks per token, a warp per head
 // keys: (layers, pages, kv_heads, 32, key_stride)
 // values: (layers, pages, kv_heads, value_length, 32)
 template <typename T>
@@ -139,32 +176,30 @@ __global__ void rope_store(int num_heads, int num_kv_heads, int key_length, int 
                            const int* __restrict__ positions, const int* __restrict__ segments,
                            const int* __restrict__ pages, int max_pages, i64 first_page,
                            T* __restrict__ keys, T* __restrict__ values, float* __restrict__ q) {
-  extern __shared__ float heads[];
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int num_warps = gridDim.y * (blockDim.x / kWarp), num_rotated = num_heads + num_kv_heads;
-  const int first_head = blockIdx.y * (blockDim.x / kWarp) + warp;
-  const i64 token = blockIdx.x;
-  const int position = positions[token], slot = position % kPage;
-  const i64 page = first_page + pages[segments[token] * i64(max_pages) + position / kPage];
-  const float* from = qkv + token * (num_rotated * key_length + num_kv_heads * value_length);
-  float* head = heads + warp * key_length;
+  const int position = positions[blockIdx.x];
+  const i64 page =
+      first_page + pages[segments[blockIdx.x] * i64(max_pages) + position / kPage];
   wait_for_others();
-  for (int h = first_head; h < num_rotated; h += num_warps) {
-    const bool is_key = h >= num_heads;
-    load_head(from + h * key_length, key_length, is_key ? k_norm : q_norm, eps,
-              cos + i64(position) * pairs, sin + i64(position) * pairs, pairs, halves, head);
-    T* key = keys + ((page * num_kv_heads + h - num_heads) * kPage + slot) * key_stride;
-    float* query = q + token * num_heads * key_length + h * key_length;
-    for (int i = lane; i < key_length; i += kWarp) {
-      if (is_key) store(key + i, head[i]);
-      else query[i] = head[i];
-    }
-    __syncwarp();
-  }
-  const float* value = from + num_rotated * key_length;
-  T* target = values + page * num_kv_heads * value_length * kPage + slot;
-  const int first = blockIdx.y * blockDim.x + threadIdx.x;
-  for (int i = first; i < num_kv_heads * value_length; i += gridDim.y * blockDim.x) {
-    store(target + i64(i) * kPage, value[i]);
-  }
+  rope_and_store(num_heads, num_kv_heads, key_length, value_length, key_stride, key_length, qkv,
+                 q_norm, k_norm, eps, cos, sin, pairs, halves, position,
+                 keys + page * num_kv_heads * kPage * key_stride,
+                 values + page * num_kv_heads * value_length * kPage, q);
+}
+
+// The same for KV of 8 bits: into the page in halves, see pages.cuh.
+extern "C" __global__ void rope_store_int8(
+    int num_heads, int num_kv_heads, int key_length, int value_length, int key_stride,
+    const float* __restrict__ qkv, const float* __restrict__ q_norm,
+    const float* __restrict__ k_norm, float eps, const float* __restrict__ cos,
+    const float* __restrict__ sin, int pairs, int halves, const int* __restrict__ positions,
+    const int* __restrict__ segments, const Home* __restrict__ homes, i64 first_row,
+    __half* open_pages, __half* new_pages, float* __restrict__ q) {
+  const int position = positions[blockIdx.x];
+  const Home home = homes[segments[blockIdx.x]];
+  const HalfPages pages{num_kv_heads, key_stride, value_length, first_row, open_pages, new_pages};
+  __half* keys = pages.keys(home, position / kPage);
+  wait_for_others();
+  rope_and_store(num_heads, num_kv_heads, key_length, value_length, key_stride, key_stride, qkv,
+                 q_norm, k_norm, eps, cos, sin, pairs, halves, position, keys,
+                 keys + pages.keys_len(), q);
 }
