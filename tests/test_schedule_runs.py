@@ -19,6 +19,7 @@ from jobs.records import Job, ScheduleNotFoundError, SpecError
 from jobs.schedule import iso_wall
 from jobs.schedule_items import find_new_rows
 from jobs.schedule_store import Schedule, ScheduleSpec, ScheduleStore, Settlement
+from jobs.sql import QUERIES
 from jobs.store import JobStore
 from ntx_batch import schedule_runs
 from ntx_batch.schedule_runs import ScheduleServer
@@ -568,3 +569,19 @@ def test_a_number_whose_folder_has_results_is_passed_over(make_house: Any, tmp_p
     assert job.run == 3
     assert job.results_dir == f"{tmp_path}/out/2026-12-01-3"
     assert (tmp_path / "out" / "2026-12-01-1" / "part.parquet").read_bytes() == b"kept"
+
+
+@pytest.mark.parametrize(
+    ("query", "index"),
+    [
+        ("select_taken_items", "USING PRIMARY KEY (schedule_id=? AND item=?)"),
+        ("select_schedules_to_serve", "schedule_run USING INDEX schedule_run_open"),
+        ("select_bounded_runs", "schedule_run USING INDEX schedule_run_open"),
+    ],
+)
+def test_a_long_history_is_not_read_through(make_house: Any, query: str, index: str) -> None:
+    """What the runner asks every few seconds, and what is asked for each block of ids."""
+    connection = make_house().jobs.database._connection
+    values = {"schedule_id": 1, "items": "[]", "now": 0.0}
+    plan = connection.execute(f"EXPLAIN QUERY PLAN {QUERIES[query]}", values).fetchall()
+    assert any(index in row["detail"] for row in plan), [row["detail"] for row in plan]

@@ -17,12 +17,10 @@ SELECT * FROM schedule ORDER BY name;
 SELECT * FROM schedule
 WHERE paused_at IS NULL AND (
     next_at <= :now OR looked_at > :now
-    OR EXISTS (
-        SELECT 1 FROM schedule_run
+    OR (
+        SELECT max(state = 'waiting') AND NOT max(state != 'waiting') FROM schedule_run
         WHERE schedule_id = schedule.id
-        GROUP BY schedule_id
-        HAVING max(state = 'waiting')
-            AND NOT max(state IN ('queued', 'running', 'paused', 'interrupted'))
+            AND state IN ('waiting', 'queued', 'running', 'paused', 'interrupted')
     )
 )
 ORDER BY next_at;
@@ -79,10 +77,12 @@ SELECT scheduled_at FROM schedule_run
 WHERE schedule_id = :schedule_id AND scheduled_at > :since;
 
 -- select_taken_items --
--- What of these a run has done, or is about to do.
-SELECT item FROM json_each(:items) JOIN schedule_item ON item = value
-JOIN schedule_run ON schedule_run.id = run_id
-WHERE schedule_item.schedule_id = :schedule_id AND state NOT IN ('failed', 'cancelled');
+-- What of these a run has done, or is about to do. CROSS JOIN keeps the order: from the few asked
+-- for to the many that are done.
+SELECT item FROM json_each(:items)
+CROSS JOIN schedule_item ON schedule_item.schedule_id = :schedule_id AND item = value
+CROSS JOIN schedule_run ON schedule_run.id = run_id
+WHERE state NOT IN ('failed', 'cancelled');
 
 -- insert_items --
 -- A run takes these.
@@ -100,11 +100,13 @@ WHERE state IN ('completed', 'failed', 'cancelled')
 ORDER BY number;
 
 -- select_bounded_runs --
--- Runs with a job that waits or is held, of schedules that bound when it runs.
+-- Runs with a job that waits or is held, of schedules that bound when it runs. The plus sign has
+-- the index of open runs serve this, not the one of all jobs.
 SELECT schedule_run.job_id, schedule_run.state, schedule_run.held, schedule_run.ran_s,
     schedule.spec
 FROM schedule_run JOIN schedule ON schedule.id = schedule_id
-WHERE schedule_run.state IN ('queued', 'interrupted', 'paused') AND job_id IS NOT NULL
+WHERE state IN ('waiting', 'queued', 'running', 'paused', 'interrupted')
+    AND +job_id IS NOT NULL AND state IN ('queued', 'interrupted', 'paused')
     AND (held IS NOT NULL OR json_extract(spec, '$.window') IS NOT NULL);
 
 -- select_run_of_job --
