@@ -55,8 +55,12 @@ class Duplicates:
         self._identities[key] = identity
         return True
 
+    def give_up(self, identity: bytes, row: FinishedRow) -> None:
+        """All outputs of this kind that are to come end as this one, with its error."""
+        self._keep(identity, row)
+
     def finished(self, identity: bytes) -> FinishedRow | None:
-        """The output of this kind that was computed well, where it is still kept."""
+        """The output of this kind that was computed well or given up, where it is still kept."""
         return self._finished.get(identity)
 
     def settle(self, row: FinishedRow) -> list[OutputKey]:

@@ -92,9 +92,22 @@ def refuse_own_files(target: Path, job: Job) -> None:
 
 
 def write_parquet_file(path: Path, schema: Schema, tables: Iterable[Table]) -> None:
+    _refuse_types(schema)
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         for table in tables:
             writer.write_table(table)
+
+
+def _refuse_types(schema: Schema) -> None:
+    """Raises OutputError: a column of a type that Parquet has not."""
+    for field in schema:
+        try:
+            pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([field])).close()
+        except pa.ArrowNotImplementedError as error:
+            raise OutputError(
+                f"column {field.name!r} has type {field.type}, which Parquet has not: cast it to "
+                "another, or write .jsonl or .csv"
+            ) from error
 
 
 def write_jsonl(path: Path, schema: Schema, tables: Iterable[Table]) -> None:

@@ -153,6 +153,7 @@ class RowSource:
         (row, values), self._next = self._next, None
         loss = self._failed.pop(row.index, None)
         if loss is not None:
+            self._let_copies_fail(row, values, loss)
             values = RowError(loss.code, loss.reason)
         if isinstance(values, RowError):
             prepared: Request | FinishedRow = error_row(row.index, values)
@@ -171,6 +172,20 @@ class RowSource:
             expected = self._expected.of(min(prepared.params.max_tokens, room))
             self._queue.push(requests, prepared.token_ids, expected)
             self._num_queued += len(requests)
+
+    def _let_copies_fail(self, row: _Row, values: RowValues, loss: RowLoss) -> None:
+        """A row was given up, as one that brings the engine down: those equal to it would, too."""
+        if self._duplicates is None or isinstance(values, RowError):
+            return
+        prepared, facts = self._preparer.prepare(row.index, values)
+        if isinstance(prepared, FinishedRow) or facts.sampling_params is None:
+            return
+        error = error_row(row.index, RowError(loss.code, loss.reason))
+        for sample in row.samples:
+            request = replace(prepared, sample_index=sample)
+            identity = identity_of(request, facts.sampling_params)
+            if identity is not None:
+                self._duplicates.give_up(identity, replace(error, sample_index=sample))
 
     def _without_copies(
         self, duplicates: Duplicates, requests: list[Request], sampling_params: str

@@ -201,3 +201,14 @@ def test_without_pandas_the_command_to_install_it_is_named(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(JobError, match="pip install pandas"):
         ntx_batch.job(job.id, home=tmp_path / "home").to_pandas()
+
+
+def test_a_type_that_parquet_lacks_is_refused_by_its_column(
+    ntx: Command, job: Job, tmp_path: Path
+) -> None:
+    query = "SELECT row_index, interval 3 month AS pause FROM results"
+    ran = ntx("results", job.id, "--sql", query, "-o", tmp_path / "out.parquet")
+    assert ran.code == 2, ran.err
+    assert "column 'pause' has type" in ran.err and "Traceback" not in ran.err
+    assert not list(tmp_path.glob("*out.parquet*"))
+    assert ntx("results", job.id, "--sql", query, "-o", tmp_path / "out.jsonl").code == 0
