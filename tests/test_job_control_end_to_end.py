@@ -204,7 +204,7 @@ def test_a_job_killed_at_60_percent_goes_on_with_the_rest(world: World) -> None:
     for reader in readers:
         assert reader.problems == []
         assert reader.counts == sorted(reader.counts), "rows went away"
-        assert len(set(reader.counts)) > 2
+        assert len(set(reader.counts)) >= 2, "nothing was read while rows came"
     assert {path.suffix for path in folder.iterdir()} == {".parquet"}
 
 
