@@ -62,6 +62,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens decoded per row")
     parser.add_argument("--job-rows", type=int, default=600, help="rows of the job")
     parser.add_argument("--reuse-rows", type=int, default=200, help="rows (reuse)")
+    parser.add_argument("--reuse-templates", type=int, default=40, help="templates (reuse)")
     parser.add_argument("--tail-rows", type=int, default=2000, help="rows (tail)")
     parser.add_argument("--memory", help="such as 1.5GiB (plan, memory, stream)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")

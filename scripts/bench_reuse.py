@@ -14,7 +14,7 @@ from engine.engine import Engine
 from scripts.bench_report import Report
 
 PREFIX_TOKENS = 1000
-TEMPLATES, TEMPLATE_TOKENS = 40, 300
+TEMPLATE_TOKENS = 300
 END_TOKENS, NEW_TOKENS = 20, 16
 
 Texts = dict[int, tuple[int, ...]]
@@ -87,15 +87,15 @@ def run_fresh(options: argparse.Namespace, rows: Sequence[list[int]], *, reuse: 
 
 def bench_reuse(options: argparse.Namespace) -> Report:
     """One long prefix, and templates in order and shuffled, straight into the engine's queue."""
-    rows = options.reuse_rows
+    rows, templates = options.reuse_rows, options.reuse_templates
     report = Report(f"reuse of prompts, {rows} rows with {END_TOKENS} own tokens, {NEW_TOKENS} out")
     with Engine(options.model, EngineConfig(device=options.device)) as engine:
         one = prompts(engine, 1, PREFIX_TOKENS, rows)
-        grouped = prompts(engine, TEMPLATES, TEMPLATE_TOKENS, rows)
+        grouped = prompts(engine, templates, TEMPLATE_TOKENS, rows)
     workloads = {
         f"one prefix of {PREFIX_TOKENS}": one,
-        f"{TEMPLATES} templates, grouped": grouped,
-        f"{TEMPLATES} templates, shuffled": shuffled(grouped),
+        f"{templates} templates, grouped": grouped,
+        f"{templates} templates, shuffled": shuffled(grouped),
     }
     for _ in range(options.repeats):
         for name, prompts_of in workloads.items():
