@@ -24,7 +24,7 @@ from jobs.store import JobStore
 from tests.runner_helpers import SMALL_ENGINE, make_home, queue_job, wait_over, wait_until
 
 ROOT = Path(__file__).parents[1]
-NUM_ROWS = 1000
+NUM_ROWS = 2000
 MAX_TOKENS = 120
 
 
