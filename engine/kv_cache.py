@@ -26,6 +26,8 @@ from engine.prefix_tree import (
 )
 from kernels.ops import PAGE_TOKENS, KvPool, Ops
 
+CACHED_PER_HELD = 2  # pages kept for prompts to come, for each that rows have held at once
+MIN_CACHED = 256
 MIN_GAIN = 8  # tokens saved for which a row waits a sweep
 
 
@@ -87,6 +89,7 @@ class KvCache:
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages  # by rows
         self._reserved = 0
+        self._most_cached = MIN_CACHED
         self._withdrawn: list[int] = []
 
     @property
@@ -224,12 +227,20 @@ class KvCache:
         return child
 
     def close_row(self, row: RowKv) -> None:
-        """Give back a row's pages and its reservation; the tree keeps those it has."""
+        """Give back a row's pages and its reservation; the tree keeps those it has.
+
+        It keeps no more than twice what rows have held at once: where prompts have nothing in
+        common, a large pool must not fill up with them.
+        """
+        num_held = self.num_pages - self.num_free - self.num_cached - self.num_withdrawn
+        self._most_cached = max(self._most_cached, CACHED_PER_HELD * num_held)
         self._take_promise_back(row)
         self._tree.touch(self._tail(row) or row.parent)
         self._reserved -= row.num_reserved
         self._drop_from(row, 0)
         row.max_pages = row.num_shared = row.num_tokens = 0
+        while self.num_cached > self._most_cached:
+            self._free.append(self._tree.evict())
 
     # ---- the pool --------------------------------------------------------------------------
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv_cache import KvCache, RowKv, pages_for
+from engine.kv_cache import MIN_CACHED, KvCache, RowKv, pages_for
+from engine.prefix_tree import pieces_of
 from kernels.ops import PAGE_TOKENS
 
 
@@ -159,3 +161,18 @@ def test_growing_past_the_reservation_is_caught() -> None:
     assert row is not None
     with pytest.raises(AssertionError):
         cache.extend(row, PAGE_TOKENS + 1)
+
+
+def test_prompts_with_nothing_in_common_do_not_fill_the_pool() -> None:
+    """Memory of a pool is taken as its pages are written: what nobody asks for again must go."""
+    cache = KvCache(20_000)
+    for number in range(3000):
+        prompt = pieces_of(np.full(4 * PAGE_TOKENS + 1, number, np.int32))
+        row = cache.open_row(5 * PAGE_TOKENS, prompt)
+        assert row is not None
+        cache.extend(row, 4 * PAGE_TOKENS + 1)
+        cache.publish(row)
+        cache.close_row(row)
+    assert cache.num_cached == MIN_CACHED
+    never_used = cache._free[: 20_000 - 2 * MIN_CACHED]
+    assert never_used == list(range(19_999, 2 * MIN_CACHED - 1, -1))
