@@ -27,7 +27,7 @@ from engine.prefix_tree import (
 from kernels.ops import PAGE_TOKENS, KvPool, Ops
 
 CACHED_PER_HELD = 2  # pages kept for prompts to come, for each that rows have held at once
-MIN_CACHED = 256
+MIN_CACHED, MIN_CACHED_NBYTES = 256, 64 << 20  # the larger; in pages, and in bytes of them
 MIN_GAIN = 8  # tokens saved for which a row waits a sweep
 
 
@@ -89,7 +89,8 @@ class KvCache:
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages  # by rows
         self._reserved = 0
-        self._most_cached = MIN_CACHED
+        least = 0 if pool is None else MIN_CACHED_NBYTES // pool.page_nbytes
+        self._most_cached = max(MIN_CACHED, least)
         self._withdrawn: list[int] = []
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ class Harness:
 
     def __init__(self, num_pages: int) -> None:
         self.ops = RecordingOps(num_pages)
-        self.cache = KvCache(num_pages, self.ops, object())  # type: ignore[arg-type]
+        self.cache = KvCache(num_pages, self.ops, SimpleNamespace(page_nbytes=1 << 20))  # type: ignore[arg-type]
         self.rows: list[ModelRow] = []
         self.serial = 0
         self.withdrawn = 0

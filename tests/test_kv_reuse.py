@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ class Walk:
         self.cache = KvCache(
             num_pages,
             self.pages,  # type: ignore[arg-type]
-            object(),  # type: ignore[arg-type]
+            SimpleNamespace(page_nbytes=1 << 20),  # type: ignore[arg-type]
             shares_parts=shares_parts,
         )
         self.rows: list[Row] = []
