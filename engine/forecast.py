@@ -180,7 +180,9 @@ class _Run:
         rows = end // self._computed
         attended = self._positions(end) - self._positions(self._done)
         tokens, outputs = self._decoding + num_tokens, self._decoding + rows
-        self._count(1, Load(tokens, self._attended, attended, outputs))
+        # A prompt of which one token is computed is like a row that decodes: `load_of`.
+        single = attended if self._computed == 1 else 0
+        self._count(1, Load(tokens, self._attended + single, attended - single, outputs))
         self._attended += self._decoding
         self._done = end - rows * self._computed
         self._prefilling -= rows

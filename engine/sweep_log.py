@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 from engine.costs import Load
@@ -26,8 +26,8 @@ class SweepRecord:
     streamed_nbytes: of weights that came through the ring
     wait_s: the computing stood still for them
     copied_nbytes, copy_busy_s: from host memory to the device, and the time of the copies alone
-    direct_nbytes, buffered_nbytes: read meanwhile past and through the page cache, in part for
-        the next sweep
+    direct_nbytes, buffered_nbytes: read past and through the page cache since the sweep before, in
+        part for the next one
     read_busy_s: there was something to read
     reader: how the bytes travelled, and what kept them from a faster way
     probed_nbytes_per_s: the rate of the disk that the plan counted on; None where not probed
@@ -140,15 +140,20 @@ class SweepLog:
         self._stream = stream
         self._reader = reader
         self._probed_nbytes_per_s = probed_nbytes_per_s
-        self._mark = _Mark.now(stream)
+        self._mark = self._ended = _Mark.now(stream)
 
     def begin(self) -> None:
-        """A sweep begins."""
-        self._mark = _Mark.now(self._stream)
+        """A sweep begins. What has come ahead since the last one ended is its own.
+
+        Not where a pass that is none of these has streamed meanwhile.
+        """
+        now, ended = _Mark.now(self._stream), self._ended
+        self._mark = replace(now, link=ended.link) if now.nbytes == ended.nbytes else now
 
     def end(self, chunks: Sequence[Chunk]) -> None:
         """It is over. chunks: that it carried"""
         before, now = self._mark, _Mark.now(self._stream)
+        self._ended = now
         link = now.link - before.link
         record = SweepRecord(
             num_tokens=sum(chunk.end - chunk.begin for chunk in chunks),

@@ -85,7 +85,7 @@ def test_sweeps_are_those_of_the_scheduler(work: Workload, board: Board) -> None
         found = forecast(work, board, pace)
         assert found.num_sweeps == taken
         # Sweeps that are alike are counted as those of the middle one.
-        assert found.seconds == pytest.approx(seconds, rel=0.03, abs=0.2)
+        assert found.seconds == pytest.approx(seconds, rel=0.02)
 
 
 def test_two_rows_by_hand() -> None:

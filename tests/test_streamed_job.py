@@ -104,8 +104,7 @@ def test_its_record_says_what_streamed_by_which_reader_and_how_fast(streamed: Jo
     assert achieved["streamed_nbytes"] == sweeps * record["streamed_nbytes"] > 0
     # What is read ahead at the end is of a sweep that never comes, at the start of the first.
     ring = record["ring_nbytes"]
-    read_ahead = abs(achieved["direct_nbytes"] - achieved["streamed_nbytes"])
-    assert read_ahead <= 1.01 * ring  # whole blocks of the disk are read, and counted
+    assert abs(achieved["direct_nbytes"] - achieved["streamed_nbytes"]) <= ring
     assert achieved["buffered_nbytes"] == 0
     assert 0 <= achieved["wait_s"] <= achieved["sweep_s"] * sweeps
     assert achieved["disk_nbytes_per_s"] > 0 and achieved["probe_share"] > 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +12,11 @@ import pytest
 from engine import EngineConfig, Request, SamplingParams
 from engine.costs import Load
 from engine.engine import Engine
+from engine.links import LinkStats
 from engine.planner import Rates, Workload
 from engine.scheduler import Chunk
-from engine.sweep_log import SweepTotals, load_of
+from engine.sweep_log import SweepLog, SweepTotals, load_of
+from nvme import ReadStats
 from tests import golden
 
 CONFIG = EngineConfig(kv_memory_nbytes=16 << 20, expand="never", reader="direct")
@@ -85,3 +89,32 @@ def test_totals_of_a_job_are_differences() -> None:
     after = SweepTotals(num_sweeps=5, seconds=2.0, streamed_nbytes=40)
     assert after - before == SweepTotals(num_sweeps=3, seconds=0.5, streamed_nbytes=30)
     assert before.copy() == before
+
+
+class Counters:
+    """A stream's counters, moved by hand."""
+
+    def __init__(self) -> None:
+        self.totals, self.read = SimpleNamespace(nbytes=0), 0
+
+    def link_stats(self) -> LinkStats:
+        return LinkStats(read=replace(ReadStats(), nbytes_direct=self.read))
+
+
+def test_what_is_read_ahead_between_two_sweeps_is_of_the_next_one() -> None:
+    stream: Any = Counters()
+    log = SweepLog(stream, "direct", None)
+
+    def sweep(read: int) -> int:
+        log.begin()
+        stream.read += read
+        stream.totals.nbytes += 100
+        log.end([Chunk(0, 0, 1, wants_logits=True)])
+        return log.recent[-1].direct_nbytes
+
+    assert sweep(read=70) == 70
+    stream.read += 25  # while rows are prepared
+    assert sweep(read=80) == 105
+    stream.read, stream.totals.nbytes = stream.read + 900, stream.totals.nbytes + 100
+    assert sweep(read=60) == 60, "a pass that is no sweep has its own reads"
+    assert log.totals.direct_nbytes == 70 + 105 + 60
