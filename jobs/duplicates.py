@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from engine import FinishedRow, Request
 
-KEPT_NBYTES = 32 << 20
+KEPT_NBYTES = 8 << 20
 _ROW_NBYTES = 800  # of a kept row beside its text and its log-probabilities
 
 OutputKey = tuple[int, int]  # row index, sample index
+_NO_COPIES: list[OutputKey] = []  # of the many that have none; never added to
 
 
 def identity_of(request: Request, sampling_params: str) -> bytes | None:
@@ -47,11 +48,13 @@ class Duplicates:
 
     def is_first(self, identity: bytes, key: OutputKey) -> bool:
         """Whether the output must be computed; else it waits for the first of its kind."""
-        if identity in self._waiting:
-            self._waiting[identity].append(key)
+        copies = self._waiting.get(identity)
+        if copies is not None:
+            self._waiting[identity] = copies = copies or []
+            copies.append(key)
             self.num_waiting += 1
             return False
-        self._waiting[identity] = []
+        self._waiting[identity] = _NO_COPIES
         self._identities[key] = identity
         return True
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -102,8 +102,7 @@ class RowPreparer:
             job_seed=self._spec.seed,
         )
         cut = len(kept) < num_tokens
-        facts = _facts(params, original_prompt_tokens=num_tokens if cut else None)
-        return request, replace(facts, lost_prompt_bytes=num_lost)
+        return request, _facts(params, num_tokens if cut else None, num_lost)
 
     # ---- the row's parameters ------------------------------------------------------------
 
@@ -124,7 +123,8 @@ class RowPreparer:
                 )
         params = params_from_mapping(self._spec.params, given)
         validate_params(params, self._tokenizer.num_tokens)
-        return params
+        # Many rows are held at once, most of them with the job's own.
+        return self._spec.params if params == self._spec.params else params
 
     # ---- the prompt ----------------------------------------------------------------------
 
@@ -261,11 +261,16 @@ def _as_message(item: Any, number: int) -> dict[str, Any]:
 # ---- results -----------------------------------------------------------------------------
 
 
-def _facts(params: SamplingParams | None, *, original_prompt_tokens: int | None = None) -> RowFacts:
+@functools.lru_cache(maxsize=1024)
+def _facts(
+    params: SamplingParams | None, original_prompt_tokens: int | None = None, num_lost: int = 0
+) -> RowFacts:
+    """The same object for equal rows, as many are held at once."""
     return RowFacts(
         truncated=original_prompt_tokens is not None,
         original_prompt_tokens=original_prompt_tokens,
         sampling_params=None if params is None else _params_json(params),
+        lost_prompt_bytes=num_lost,
     )
 
 

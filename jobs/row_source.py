@@ -164,7 +164,9 @@ class RowSource:
             for sample in tuple(row.samples):
                 self._end(replace(prepared, sample_index=sample))
             return
-        requests = [replace(prepared, sample_index=sample) for sample in row.samples]
+        requests = [
+            replace(prepared, sample_index=sample) if sample else prepared for sample in row.samples
+        ]
         if self._duplicates is not None and row.facts.sampling_params is not None:
             requests = self._without_copies(self._duplicates, requests, row.facts.sampling_params)
         if requests:
