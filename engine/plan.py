@@ -37,7 +37,9 @@ class Plan:
     host: for each layer, whether it streams from pinned host memory; empty: none does. What is
         neither resident nor there streams from disk. head_in_host: the head
     weights_nbytes, ring_nbytes, activations_nbytes, kv_pages, kv_nbytes: where device memory goes
-    host_nbytes: pinned host memory, with what disk reads are staged through
+    host_kv_pages: KV pages beyond those, in pinned host memory, that travel with the layers;
+        kv_staging_nbytes: of device memory, what they pass through
+    host_nbytes: pinned host memory: weights, what disk reads are staged through, KV pages
     sweep_tokens: most tokens of a sweep
     max_rows: most rows on board
     streamed_nbytes: bytes that come into the ring in each sweep; disk_nbytes: those off the disk
@@ -59,6 +61,8 @@ class Plan:
     host: tuple[bool, ...] = ()
     head_in_host: bool = False
     host_nbytes: int = 0
+    host_kv_pages: int = 0
+    kv_staging_nbytes: int = 0
     predicted: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -68,8 +72,21 @@ class Plan:
     @property
     def device_nbytes(self) -> int:
         """All that it takes of the device's memory."""
-        parts = (self.weights_nbytes, self.ring_nbytes, self.activations_nbytes, self.kv_nbytes)
-        return sum(parts)
+        return (
+            self.weights_nbytes
+            + self.ring_nbytes
+            + self.activations_nbytes
+            + self.kv_nbytes
+            + self.kv_staging_nbytes
+        )
+
+    @property
+    def total_kv_pages(self) -> int:
+        return self.kv_pages + self.host_kv_pages
+
+    @property
+    def host_kv_nbytes(self) -> int:
+        return self.host_kv_pages * self.kv_nbytes // self.kv_pages
 
     @property
     def placement(self) -> str:
@@ -97,6 +114,9 @@ class Plan:
             "activations_nbytes": self.activations_nbytes,
             "kv_pages": self.kv_pages,
             "kv_nbytes": self.kv_nbytes,
+            "host_kv_pages": self.host_kv_pages,
+            "host_kv_nbytes": self.host_kv_nbytes,
+            "kv_staging_nbytes": self.kv_staging_nbytes,
             "host_nbytes": self.host_nbytes,
             "sweep_tokens": self.sweep_tokens,
             "max_rows": self.max_rows,

@@ -186,13 +186,16 @@ class EngineConfig:
     kv_type: element type of the KV cache; None takes the backend's: f32 on a CPU, f16 on a GPU.
         int8 approximates: integers with scales, but for each row's last page
     kv_memory_nbytes: budget of the KV pool
+    host_kv: "auto" keeps KV pages in pinned memory beside a GPU, too, where weights stream over the
+        link and more rows pay for it; "never" keeps all of them on the device
     reuse_prefixes: keep the KV pages of prompts for others that begin alike
     sweep_tokens: most tokens of one sweep
     expand: "auto" keeps weights as float32 where they fit in half of the free memory, "never"
         keeps them quantised, "always" refuses to start where they do not fit
     num_threads: worker threads; None is every core this process may use
     memory_nbytes: most memory of the device for weights, KV cache and buffers together
-    host_memory_nbytes: most pinned memory beside a GPU, for weights that do not stay on it
+    host_memory_nbytes: most pinned memory beside a GPU, for weights and KV pages that do not stay
+        on it
     ring_nbytes: buffer through which weights stream that do not stay in memory
     reader: how model files are read; "auto" takes "direct" for weights that stream
     pre_tokenizer: use this pre-tokeniser whatever the file names
@@ -201,6 +204,7 @@ class EngineConfig:
     device: Literal["auto", "cpu", "gpu"] = "auto"
     kv_type: Literal["f32", "f16", "int8"] | None = None
     kv_memory_nbytes: int | None = None
+    host_kv: Literal["auto", "never"] = "auto"
     reuse_prefixes: bool = True
     sweep_tokens: int | None = None
     expand: Literal["auto", "never", "always"] = "auto"

@@ -143,6 +143,14 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "there either streams from disk.",
             "auto, nine tenths of the RAM that is free, at most 85 % of all",
         ),
+        Option(
+            "host_kv",
+            str,
+            "auto|never",
+            "Keep pages of the KV cache in that memory too, where weights stream over the link and "
+            "more rows on board pay for what travels; never keeps all of them on the GPU.",
+            "auto",
+        ),
         Option("kv_memory", str, "SIZE", "Memory of the KV cache, like 8GiB.", "from the plan"),
         Option("ring_memory", str, "SIZE", "Memory through which weights stream.", "4 layers"),
         Option("reader", str, "auto|direct|mmap", "How model files are read.", "auto"),

@@ -23,6 +23,7 @@ ENGINE_OPTIONS = {
     "kv_type": "kv_type",
     "memory": "memory_nbytes",
     "host_memory": "host_memory_nbytes",
+    "host_kv": "host_kv",
     "ring_memory": "ring_nbytes",
     "reader": "reader",
     "kv_memory": "kv_memory_nbytes",
@@ -63,6 +64,7 @@ CHOICES = {
     "on_bad_utf8": ("error", "replace"),
     "device": ("auto", "cpu", "gpu"),
     "kv_type": ("f32", "f16", "int8"),
+    "host_kv": ("auto", "never"),
     "expand": ("auto", "never", "always"),
     "reader": ("auto", "direct", "mmap"),
 }
