@@ -21,6 +21,7 @@ import cupy as cp
 import numpy as np
 
 from engine.links import Bytes, LinkStats, OnProgress, Parcel, read_requests
+from kernels.cuda.clock import DeviceClock
 from kernels.cuda.pinned import pinned_bytes
 from nvme import Reader
 
@@ -62,6 +63,7 @@ class CudaLink:
     reader: of the model's files; closed with the link
     parcels: all that stream, in order of use
     in_host: which of them stay in pinned memory; they are read into it now
+    copies: the stream that they come on
     progress: called as (parcels read, parcels to read)
 
     Raises ReadError.
@@ -72,16 +74,17 @@ class CudaLink:
         reader: Reader,
         parcels: Sequence[Parcel],
         in_host: Sequence[bool],
+        copies: Any,
         progress: OnProgress | None = None,
     ) -> None:
         self._reader = reader
         near = [parcel for parcel, stays in zip(parcels, in_host, strict=True) if stays]
         self._pinned = _read_into_host(reader, near, progress or (lambda done, total: None))
         far = [parcel for parcel in parcels if parcel.index not in self._pinned]
-        self._stream = cp.cuda.Stream(non_blocking=True)
+        self._stream = copies
         self._pending: deque[_Ticket] = deque()  # whose bytes are not in host memory yet
         self._staging = _Staging(reader, far) if far else None
-        self._clock = _DeviceClock()
+        self._clock = DeviceClock()
         self._copied_nbytes = 0
 
     def make_ring(self, nbytes: int) -> Bytes:
@@ -153,36 +156,6 @@ class CudaLink:
         ticket.arrived = end
         self._copied_nbytes += nbytes
         self._clock.copies.append((begin, end))
-
-
-class _DeviceClock:
-    """Seconds between events, read once the device has passed them."""
-
-    def __init__(self) -> None:
-        self.copy_s = self.wait_s = 0.0
-        self.copies: deque[tuple[Any, Any]] = deque()
-        self._waits: deque[tuple[Any, Any]] = deque()
-
-    def wait_for(self, event: Any) -> None:
-        """Let the current stream wait, and time that."""
-        stream = cp.cuda.get_current_stream()
-        before, after = cp.cuda.Event(), cp.cuda.Event()
-        before.record(stream)
-        stream.wait_event(event)
-        after.record(stream)
-        self._waits.append((before, after))
-
-    def read(self) -> None:
-        self.copy_s += _elapsed_s(self.copies)
-        self.wait_s += _elapsed_s(self._waits)
-
-
-def _elapsed_s(spans: deque[tuple[Any, Any]]) -> float:
-    """Of the spans that are over, which are taken out."""
-    milliseconds = 0.0
-    while spans and spans[0][1].done:
-        milliseconds += cp.cuda.get_elapsed_time(*spans.popleft())
-    return milliseconds / 1e3
 
 
 def _read_into_host(

@@ -122,11 +122,16 @@ class Engine:
             num_pages=self.plan.kv_pages,
             kv_type=kv_type(self.config),
             num_rows=self.plan.max_rows,
+            num_host_pages=self.plan.host_kv_pages,
         )
         self._page_tokens = chunk_page_tokens(pool.kv_type)
         self._recorded = object()  # what sweeps over this model and this pool are recorded under
         self._cache = KvCache(
-            self.plan.kv_pages, self._ops, pool, shares_parts=shares_partial_pages(pool.kv_type)
+            self.plan.total_kv_pages,
+            self._ops,
+            pool,
+            num_host_pages=self.plan.host_kv_pages,
+            shares_parts=shares_partial_pages(pool.kv_type),
         )
         stream = self._model.stream
         drains = stream is not None and self._ops.frees_pages
@@ -135,11 +140,14 @@ class Engine:
         self._rejected: list[FinishedRow] = []
         self._running: dict[int, ActiveRow] = {}
         self._free_slots = list(range(self.plan.max_rows - 1, -1, -1))
-        most_pages = min(pages_for(self.context_length), self.plan.kv_pages)
+        most_pages = min(pages_for(self.context_length), self.plan.total_kv_pages)
         self._page_table = np.full((self.plan.max_rows, most_pages), -1, np.int32)
         self.totals = Totals()
         self.sweeps = SweepLog(
-            loaded.model.stream, loaded.read_path, rates.disk_nbytes_per_s if rates else None
+            loaded.model.stream,
+            loaded.read_path,
+            rates.disk_nbytes_per_s if rates else None,
+            kv_travel=lambda: self._ops.kv_travel(pool),
         )
         row_nbytes = self._ops.kv_row_nbytes(kv_shape(self.hparams), pool.kv_type)
         self._sizes = model_sizes(file, self.hparams, pool.page_nbytes, row_nbytes)
@@ -357,7 +365,7 @@ class Engine:
                 f"the model has ids 0 to {self.hparams.vocab_size - 1}",
             )
         validate_params(request.params, self.tokenizer.num_tokens)
-        need, have = pages_for(self._most_stored(request)), self.plan.kv_pages
+        need, have = pages_for(self._most_stored(request)), self.plan.total_kv_pages
         if need > have:
             raise RowError(
                 "kv_cache_exceeded",

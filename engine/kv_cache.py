@@ -8,10 +8,14 @@ Those shared pages count once, however many rows hold them. So
 
 and every other page is free or idle in the tree, to be had for the asking: taking what is reserved,
 or copying a shared page, cannot fail, and pages kept for reuse keep no row out.
+
+Pages in host memory, which travel to the device in each sweep that needs them, are taken only where
+no page of the device is free or idle. A row may have both.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -68,6 +72,7 @@ class RowKv:
 class KvCache:
     """Pages of one pool, handed to rows.
 
+    num_pages: those in host memory among them, which are the last `num_host_pages`
     pool: the backend's pages; None for accounting alone
     shares_parts: the first tokens of a page can be taken over by a copy of it; where they cannot,
         only full pages are shared
@@ -79,14 +84,18 @@ class KvCache:
         ops: Ops | None = None,
         pool: KvPool | None = None,
         *,
+        num_host_pages: int = 0,
         shares_parts: bool = True,
     ) -> None:
         self.num_pages = num_pages
+        self._num_device_pages = num_pages - num_host_pages
         self.pool = pool
         self._shares_parts = shares_parts
         self._ops = ops
-        self._tree = PrefixTree()
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._tree = PrefixTree(self._num_device_pages)
+        self._free = list(range(self._num_device_pages - 1, -1, -1))
+        # A heap: the fewer gaps between those in use, the fewer copies.
+        self._free_in_host = list(range(self._num_device_pages, num_pages))
         self._references = [0] * num_pages  # by rows
         self._reserved = 0
         least = 0 if pool is None else MIN_CACHED_NBYTES // pool.page_nbytes
@@ -96,7 +105,7 @@ class KvCache:
     @property
     def num_free(self) -> int:
         """Pages that hold nothing."""
-        return len(self._free)
+        return len(self._free) + len(self._free_in_host)
 
     @property
     def num_cached(self) -> int:
@@ -241,7 +250,7 @@ class KvCache:
         self._drop_from(row, 0)
         row.max_pages = row.num_shared = row.num_tokens = 0
         while self.num_cached > self._most_cached:
-            self._free.append(self._tree.evict())
+            self._give_back(self._tree.evict())
 
     # ---- the pool --------------------------------------------------------------------------
 
@@ -255,7 +264,8 @@ class KvCache:
 
     def restore(self) -> None:
         """Put all withdrawn pages back in use; their memory is taken when they are written."""
-        self._free += self._withdrawn
+        for page in self._withdrawn:
+            self._give_back(page)
         self._withdrawn.clear()
 
     def _find(self, prompt: Sequence[bytes]) -> Match:
@@ -323,7 +333,18 @@ class KvCache:
         return page
 
     def _take_unused(self) -> int:
-        return self._free.pop() if self._free else self._tree.evict()
+        if self._free:
+            return self._free.pop()
+        page = self._tree.evict_of(far=False)
+        if page is not None:
+            return page
+        return heapq.heappop(self._free_in_host) if self._free_in_host else self._tree.evict()
+
+    def _give_back(self, page: int) -> None:
+        if page < self._num_device_pages:
+            self._free.append(page)
+        else:
+            heapq.heappush(self._free_in_host, page)
 
     def _hold(self, page: int) -> None:
         node = self._tree.at(page)
@@ -342,6 +363,6 @@ class KvCache:
             return
         node = self._tree.at(page)
         if node is None:
-            self._free.append(page)
+            self._give_back(page)
         else:
             self._tree.let_go(node)

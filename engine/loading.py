@@ -171,4 +171,4 @@ def _open_link(
         return ReaderLink(reader)
     from engine.cuda_link import CudaLink
 
-    return CudaLink(reader, parcels, in_host[: len(parcels)], progress)
+    return CudaLink(reader, parcels, in_host[: len(parcels)], ops.copies, progress)

@@ -120,18 +120,21 @@ class Match:
 class PrefixTree:
     """Which pages hold which beginnings of prompts; it neither takes nor frees pages.
 
+    num_near: pages before this number are one tier, those from it on another; None: all are one
     num_idle: pages that no row holds
     num_held: full pages that rows hold
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_near: int | None = None) -> None:
+        self._num_near = num_near
         self.root = Node(None, b"", -1)
         self.num_idle = 0
         self.num_held = 0
         self._by_page: dict[int, Node] = {}
         self._clock = 0
         self._serial = itertools.count()
-        self._leaving: list[tuple[int, int, Node]] = []  # heap of leaves by last use; some stale
+        # Heaps of leaves by last use, near ones and far ones; some are stale.
+        self._leaving: tuple[list[_Leaf], list[_Leaf]] = ([], [])
 
     def __len__(self) -> int:
         return len(self._by_page)
@@ -185,11 +188,20 @@ class PrefixTree:
 
         Raises IndexError: nothing is idle.
         """
-        while True:
-            last_used, _, node = heapq.heappop(self._leaving)
-            if node.can_go and node.last_used == last_used:
-                self.remove(node)
-                return node.page
+        leaves = [leaf for heap in self._leaving if (leaf := _oldest(heap)) is not None]
+        if not leaves:
+            raise IndexError("no page is idle")
+        return self._forget(min(leaves))
+
+    def evict_of(self, *, far: bool) -> int | None:
+        """The same among the pages of one tier; None where none of them can go."""
+        leaf = _oldest(self._leaving[far])
+        return None if leaf is None else self._forget(leaf)
+
+    def _forget(self, leaf: _Leaf) -> int:
+        _, _, node = leaf
+        self.remove(node)
+        return node.page
 
     def hold(self, node: Node) -> None:
         """A row holds the page now, and nobody did before."""
@@ -214,11 +226,33 @@ class PrefixTree:
 
     def _may_leave(self, node: Node) -> None:
         if node.can_go:
-            heapq.heappush(self._leaving, (node.last_used, next(self._serial), node))
-            if len(self._leaving) > 4 * len(self._by_page) + PAGE_TOKENS:
+            heapq.heappush(self._leaving[self._is_far(node)], self._leaf(node))
+            if sum(map(len, self._leaving)) > 4 * len(self._by_page) + PAGE_TOKENS:
                 self._forget_stale()
 
+    def _is_far(self, node: Node) -> bool:
+        return self._num_near is not None and node.page >= self._num_near
+
+    def _leaf(self, node: Node) -> _Leaf:
+        return node.last_used, next(self._serial), node
+
     def _forget_stale(self) -> None:
-        leaves = [node for node in self._by_page.values() if node.can_go]
-        self._leaving = [(node.last_used, next(self._serial), node) for node in leaves]
-        heapq.heapify(self._leaving)
+        self._leaving = ([], [])
+        for node in self._by_page.values():
+            if node.can_go:
+                self._leaving[self._is_far(node)].append(self._leaf(node))
+        for heap in self._leaving:
+            heapq.heapify(heap)
+
+
+_Leaf = tuple[int, int, Node]  # its last use, a number of its own, the node
+
+
+def _oldest(heap: list[_Leaf]) -> _Leaf | None:
+    """The leaf unused for longest; what is stale before it is dropped."""
+    while heap:
+        last_used, _, node = heap[0]
+        if node.can_go and node.last_used == last_used:
+            return heap[0]
+        heapq.heappop(heap)
+    return None

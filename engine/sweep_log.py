@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
@@ -13,6 +13,7 @@ from engine.links import LinkStats
 from engine.scheduler import Chunk
 from engine.sweep_fit import Moments
 from engine.weight_stream import WeightStream
+from kernels.ops import KvTravel
 
 RECENT_SWEEPS = 256
 
@@ -24,8 +25,9 @@ class SweepRecord:
     num_tokens, num_rows: that rode along; load: the same, as what it costs
     seconds: from its first chunk to its last sampled token
     streamed_nbytes: of weights that came through the ring
-    wait_s: the computing stood still for them
+    wait_s: the computing stood still for them, or for KV pages
     copied_nbytes, copy_busy_s: from host memory to the device, and the time of the copies alone
+    kv_in_nbytes: of those, KV pages; kv_out_nbytes: of KV pages back to host memory
     direct_nbytes, buffered_nbytes: read past and through the page cache since the sweep before, in
         part for the next one
     read_busy_s: there was something to read
@@ -41,6 +43,8 @@ class SweepRecord:
     wait_s: float
     copied_nbytes: int
     copy_busy_s: float
+    kv_in_nbytes: int
+    kv_out_nbytes: int
     direct_nbytes: int
     buffered_nbytes: int
     read_busy_s: float
@@ -76,6 +80,8 @@ class SweepTotals:
     wait_s: float = 0.0
     copied_nbytes: int = 0
     copy_busy_s: float = 0.0
+    kv_in_nbytes: int = 0
+    kv_out_nbytes: int = 0
     direct_nbytes: int = 0
     buffered_nbytes: int = 0
     read_busy_s: float = 0.0
@@ -115,12 +121,13 @@ class _Mark:
     at: float
     nbytes: int
     link: LinkStats
+    kv: KvTravel
 
     @classmethod
-    def now(cls, stream: WeightStream | None) -> Self:
+    def now(cls, stream: WeightStream | None, kv: KvTravel) -> Self:
         if stream is None:
-            return cls(time.perf_counter(), 0, LinkStats())
-        return cls(time.perf_counter(), stream.totals.nbytes, stream.link_stats())
+            return cls(time.perf_counter(), 0, LinkStats(), kv)
+        return cls(time.perf_counter(), stream.totals.nbytes, stream.link_stats(), kv)
 
 
 class SweepLog:
@@ -130,40 +137,51 @@ class SweepLog:
     totals: of all that ended well
     stream: what weights come through; None where all are resident
     reader, probed_nbytes_per_s: as in SweepRecord
+    kv_travel: what KV pages in host memory have cost so far
     """
 
     def __init__(
-        self, stream: WeightStream | None, reader: str, probed_nbytes_per_s: float | None
+        self,
+        stream: WeightStream | None,
+        reader: str,
+        probed_nbytes_per_s: float | None,
+        *,
+        kv_travel: Callable[[], KvTravel] = KvTravel,
     ) -> None:
         self.recent: deque[SweepRecord] = deque(maxlen=RECENT_SWEEPS)
         self.totals = SweepTotals()
-        self._stream = stream
+        self._stream, self._kv_travel = stream, kv_travel
         self._reader = reader
         self._probed_nbytes_per_s = probed_nbytes_per_s
-        self._mark = self._ended = _Mark.now(stream)
+        self._mark = self._ended = self._now()
+
+    def _now(self) -> _Mark:
+        return _Mark.now(self._stream, self._kv_travel())
 
     def begin(self) -> None:
         """A sweep begins. What has come ahead since the last one ended is its own.
 
         Not where a pass that is none of these has streamed meanwhile.
         """
-        now, ended = _Mark.now(self._stream), self._ended
+        now, ended = self._now(), self._ended
         self._mark = replace(now, link=ended.link) if now.nbytes == ended.nbytes else now
 
     def end(self, chunks: Sequence[Chunk]) -> None:
         """It is over. chunks: that it carried"""
-        before, now = self._mark, _Mark.now(self._stream)
+        before, now = self._mark, self._now()
         self._ended = now
-        link = now.link - before.link
+        link, kv = now.link - before.link, now.kv - before.kv
         record = SweepRecord(
             num_tokens=sum(chunk.end - chunk.begin for chunk in chunks),
             num_rows=len(chunks),
             load=load_of(chunks),
             seconds=now.at - before.at,
             streamed_nbytes=now.nbytes - before.nbytes,
-            wait_s=link.wait_s,
-            copied_nbytes=link.copied_nbytes,
-            copy_busy_s=link.copy_busy_s,
+            wait_s=link.wait_s + kv.wait_s,
+            copied_nbytes=link.copied_nbytes + kv.in_nbytes,
+            copy_busy_s=link.copy_busy_s + kv.copy_s,
+            kv_in_nbytes=kv.in_nbytes,
+            kv_out_nbytes=kv.out_nbytes,
             direct_nbytes=link.read.nbytes_direct,
             buffered_nbytes=link.read.nbytes_buffered,
             read_busy_s=link.read.busy_s,

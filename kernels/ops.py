@@ -41,6 +41,7 @@ RopeStyle = Literal["adjacent", "halves"]
 PAGE_TOKENS = 32  # tokens of a KV page
 K_BLOCK = 256  # inputs of a product that form one chain of multiply-adds
 ATTENTION_BLOCK = 256  # positions of one attention partial
+STAGED_LAYERS = 2  # whose KV pages in host memory are on the device at once
 
 # What a backend gets back, it made itself: a PackedMatrix, a KvPool, a plan of its own class.
 OwnMatrix: TypeAlias = Any
@@ -91,7 +92,12 @@ class KvPool(Protocol):
     """
 
     @property
-    def num_pages(self) -> int: ...
+    def num_pages(self) -> int:
+        """Those on the device."""
+
+    @property
+    def num_host_pages(self) -> int:
+        """Those after them, in host memory."""
 
     @property
     def kv_type(self) -> KvType: ...
@@ -109,6 +115,29 @@ class KvShape:
     num_kv_heads: int
     key_length: int
     value_length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvTravel:
+    """What KV pages in host memory have cost so far.
+
+    in_nbytes, out_nbytes: copied to the device, and back
+    copy_s: the copies to the device alone took
+    wait_s: operations stood still for them
+    """
+
+    in_nbytes: int = 0
+    out_nbytes: int = 0
+    copy_s: float = 0.0
+    wait_s: float = 0.0
+
+    def __sub__(self, earlier: KvTravel) -> KvTravel:
+        return KvTravel(
+            in_nbytes=self.in_nbytes - earlier.in_nbytes,
+            out_nbytes=self.out_nbytes - earlier.out_nbytes,
+            copy_s=self.copy_s - earlier.copy_s,
+            wait_s=self.wait_s - earlier.wait_s,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +208,7 @@ class Ops(Protocol):
     product_way: str  # how products are computed, for records
     runs_in_order: bool  # one operation after the other, so that buffers may share memory
     frees_pages: bool  # `kv_release` gives memory back, for others to take
+    copies: Any  # the stream that all comes from host memory on; None where nothing does
 
     def close(self) -> None:
         """Stop the workers. Idempotent."""
@@ -227,13 +257,26 @@ class Ops(Protocol):
         """A result of the operations as a host array; may be a view that the next sweep reuses."""
 
     def kv_pool(
-        self, shape: KvShape, *, num_pages: int, kv_type: KvType, num_rows: int = 0
+        self,
+        shape: KvShape,
+        *,
+        num_pages: int,
+        kv_type: KvType,
+        num_rows: int = 0,
+        num_host_pages: int = 0,
     ) -> KvPool:
         """Allocate a pool of zeroed pages.
 
         num_rows: lines of the page tables it is used with, each of which may have an open page
+        num_host_pages: pages after the others, in host memory beside the device. Of each layer
+            those that a sweep reads are copied to the device, one layer ahead, and those that it
+            writes are copied back; `STAGED_LAYERS` layers of all of them have a place there.
+            Where the device's memory is the host's, they are like the others
         Raises KernelError: the backend has no such type.
         """
+
+    def kv_travel(self, pool: OwnPool) -> KvTravel:
+        """What a pool's pages in host memory have cost so far."""
 
     def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
         """Bytes of one page of such a pool over all layers. Raises KernelError, as above."""

@@ -124,7 +124,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "kv_type",
             str,
             "f32|f16|int8",
-            "Element type of the KV cache; int8, on a CPU, approximates.",
+            "Element type of the KV cache; int8 approximates.",
             "f32 on a CPU, f16 on a GPU",
         ),
         Option(

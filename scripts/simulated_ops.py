@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kernels.choices import OK, Choices, Edits, Rows, new_choices
 from kernels.cpu.pages import page_nbytes, row_nbytes
-from kernels.ops import Float32, KvPool, KvShape, KvType
+from kernels.ops import Float32, KvPool, KvShape, KvTravel, KvType
 from kernels.quants import BlockTensor
 from nvme import ReadRequest, ReadStats
 
@@ -42,6 +42,7 @@ class BlankPool:
     """A KV pool of which nothing but the size is there."""
 
     num_pages: int
+    num_host_pages: int
     kv_type: KvType
     page_nbytes: int
 
@@ -65,6 +66,7 @@ class SimulatedOps:
     product_way = "none"
     runs_in_order = True
     frees_pages = False
+    copies = None
 
     def __init__(self, ends: RowEnds) -> None:
         self.ends = ends
@@ -97,9 +99,18 @@ class SimulatedOps:
         return array
 
     def kv_pool(
-        self, shape: KvShape, *, num_pages: int, kv_type: KvType, num_rows: int = 0
+        self,
+        shape: KvShape,
+        *,
+        num_pages: int,
+        kv_type: KvType,
+        num_rows: int = 0,
+        num_host_pages: int = 0,
     ) -> KvPool:
-        return BlankPool(num_pages, kv_type, page_nbytes(shape, kv_type))
+        return BlankPool(num_pages, num_host_pages, kv_type, page_nbytes(shape, kv_type))
+
+    def kv_travel(self, pool: KvPool) -> KvTravel:
+        return KvTravel()
 
     def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
         return page_nbytes(shape, kv_type)

@@ -32,7 +32,7 @@ POOL = 64 << 20
 
 @pytest.fixture(scope="module")
 def ops() -> Iterator[Any]:
-    made = open_ops(kv_types=KV_TYPES)
+    made = open_ops()
     yield made
     made.close()
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kernels.cpu import CpuOps
-from kernels.ops import PAGE_TOKENS, KernelError, KvShape
+from kernels.ops import PAGE_TOKENS, KvShape
 from tests.cpu_helpers import AttentionCase, attention_case, poisoned, segments_batch
 from tests.cuda_helpers import HostOps
 from tests.test_cpu_kv_int8 import int8_reference, page_safe
-from tests.test_cuda_ops import KV_TYPES, open_ops
+from tests.test_cuda_ops import open_ops
 
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ BOUND = 6e-3  # of values of about 1, as with halves
 
 @pytest.fixture(scope="module")
 def ops() -> Iterator[Any]:
-    made = open_ops(kv_types=KV_TYPES)
+    made = open_ops()
     yield HostOps(made)
     made.close()
 
@@ -262,11 +262,3 @@ def test_replayed_sweeps_close_the_pages_of_their_own_rows(ops: Any) -> None:
         for (row, begin, end), (first, last) in zip(segments, batch.segments, strict=True):
             assert cp.asnumpy(out[first:last]).tobytes() == expected[row][begin:end].tobytes()
     assert made.recordings.num_replayed - before > 50
-
-
-def test_it_is_not_offered_unless_asked_for() -> None:
-    made = open_ops()
-    shape = KvShape(num_layers=1, num_kv_heads=1, key_length=64, value_length=64)
-    with pytest.raises(KernelError, match="no KV cache of type int8; it has f32 and f16"):
-        made.kv_pool(shape, num_pages=1, kv_type="int8", num_rows=1)
-    made.close()

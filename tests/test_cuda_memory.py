@@ -12,7 +12,7 @@ from engine import EngineConfig, Request, SamplingParams
 from engine.engine import Engine
 from scripts.synth_gguf import Shape, write_model
 from tests.test_cuda_engine import run_rows
-from tests.test_cuda_ops import KV_TYPES, open_ops
+from tests.test_cuda_ops import open_ops
 
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,7 @@ def test_memory_does_not_grow_while_short_and_long_rows_take_turns(
     config = EngineConfig(
         device="gpu", kv_type=kv_type, kv_memory_nbytes=16 << 20, sweep_tokens=700
     )
-    ops, rng = open_ops(kv_types=KV_TYPES), np.random.default_rng(3)
+    ops, rng = open_ops(), np.random.default_rng(3)
     pool = cp.get_default_memory_pool()
     with Engine(path, config, ops=ops) as engine:
         run_rows(engine, requests(rng, 40))

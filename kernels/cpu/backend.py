@@ -37,6 +37,7 @@ from kernels.ops import (
     Int32,
     KernelError,
     KvShape,
+    KvTravel,
     KvType,
     Rope,
 )
@@ -50,9 +51,10 @@ _TOKENS_TO_SPLIT = 32
 
 @dataclass(frozen=True, slots=True)
 class CpuKvPool:
-    """num_pages, kv_type, page_nbytes: see `KvPool`; arrays: the pages"""
+    """See `KvPool`; arrays: all pages, host memory being the device's"""
 
     num_pages: int
+    num_host_pages: int
     kv_type: KvType
     page_nbytes: int
     arrays: KvArrays
@@ -78,6 +80,7 @@ class CpuOps:
     product_way = "float32"
     runs_in_order = False  # a worker goes on with its tokens while another is behind
     frees_pages = True
+    copies = None
 
     def __init__(self, num_threads: int | None = None) -> None:
         if num_threads is not None and num_threads < 1:
@@ -160,10 +163,17 @@ class CpuOps:
         return row_nbytes(shape, kv_type)
 
     def kv_pool(
-        self, shape: KvShape, *, num_pages: int, kv_type: KvType, num_rows: int = 0
+        self,
+        shape: KvShape,
+        *,
+        num_pages: int,
+        kv_type: KvType,
+        num_rows: int = 0,
+        num_host_pages: int = 0,
     ) -> CpuKvPool:
         compile_for_kv(kv_type)
-        outer, is_int8 = (shape.num_layers, num_pages, shape.num_kv_heads), kv_type == "int8"
+        num_all = num_pages + num_host_pages
+        outer, is_int8 = (shape.num_layers, num_all, shape.num_kv_heads), kv_type == "int8"
         rows = (shape.num_layers, num_rows if is_int8 else 0, shape.num_kv_heads)
         arrays = KvArrays(
             keys=zeros((*outer, shape.key_length, PAGE_TOKENS), DTYPES[kv_type]),
@@ -171,7 +181,11 @@ class CpuOps:
             scales=zeros((*outer, scales_len(shape, kv_type)), np.uint16),
             open_pages=zeros((*rows, page_len(shape)), np.uint16),
         )
-        return CpuKvPool(num_pages, kv_type, self.kv_page_nbytes(shape, kv_type), arrays)
+        page_nbytes = self.kv_page_nbytes(shape, kv_type)
+        return CpuKvPool(num_pages, num_host_pages, kv_type, page_nbytes, arrays)
+
+    def kv_travel(self, pool: CpuKvPool) -> KvTravel:
+        return KvTravel()
 
     def kv_release(self, pool: CpuKvPool, pages: Sequence[int]) -> None:
         for array in (pool.keys, pool.values):

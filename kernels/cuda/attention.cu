@@ -22,12 +22,13 @@ template <typename T, int kKey, int kValue>
 __global__ void __launch_bounds__(kWarps* kWarp)
     attention(int num_heads, int num_kv_heads, int key_length, float scale,
               const Task* __restrict__ tasks, const int* __restrict__ pages, int max_pages,
-              i64 first_page, const float* __restrict__ q, const T* __restrict__ keys,
-              const T* __restrict__ values, float* __restrict__ out,
+              int num_pages, i64 first_page, i64 first_staged, const float* __restrict__ q,
+              const T* __restrict__ keys, const T* __restrict__ values, float* __restrict__ out,
               float* __restrict__ partial_sums, float2* __restrict__ partial_stats) {
   const Place place;
   const Queries queries{tasks[blockIdx.x], num_heads, int(blockIdx.y), num_heads / num_kv_heads};
-  const RowPages row_pages{pages + queries.task.segment * i64(max_pages), first_page, num_kv_heads,
+  const LayerPages layer{num_pages, first_page, first_staged};
+  const RowPages row_pages{pages + queries.task.segment * i64(max_pages), layer, num_kv_heads,
                            queries.kv_head, queries.last() / kPage + 1};
   wait_for_others();
   if (queries.task.num_rows == 0) return;  // it only fills the table

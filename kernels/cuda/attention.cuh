@@ -105,10 +105,10 @@ struct Place {
 // A row's pages of one layer and KV head, by number from its first position on.
 struct RowPages {
   const int* numbers;
-  i64 first_page;
+  LayerPages layer;
   int num_kv_heads, kv_head, count;
   __device__ __forceinline__ i64 operator[](int number) const {
-    return (first_page + numbers[number]) * num_kv_heads + kv_head;
+    return layer[numbers[number]] * num_kv_heads + kv_head;
   }
 };
 

@@ -172,8 +172,8 @@ template <int kKey, int kValue>
 __global__ void __launch_bounds__(kWarps* kWarp, kKey <= 128 ? 4 : 3)
     attention_int8(int num_heads, int num_kv_heads, int key_length, float scale,
                    const Task* __restrict__ tasks, const int* __restrict__ pages, int max_pages,
-                   i64 first_page, const Home* __restrict__ homes, i64 first_row,
-                   __half* open_pages, __half* new_pages, const float* __restrict__ q,
+                   int num_pages, i64 first_page, i64 first_staged,
+                   const Home* __restrict__ homes, i64 first_row, __half* open_pages, __half* new_pages, const float* __restrict__ q,
                    const signed char* __restrict__ keys, const signed char* __restrict__ values,
                    const __half* __restrict__ scales, float* __restrict__ out,
                    float* __restrict__ partial_sums, float2* __restrict__ partial_stats) {
@@ -184,8 +184,9 @@ __global__ void __launch_bounds__(kWarps* kWarp, kKey <= 128 ? 4 : 3)
   const int own = queries.last() / kPage;
   const HalfPages halves{num_kv_heads, kKey, kValue, first_row, open_pages, new_pages};
   const __half* own_page = halves.keys(homes[task.segment], own);
+  const LayerPages layer{num_pages, first_page, first_staged};
   const Int8Pages<kKey, kValue> row_pages{
-      {pages + task.segment * i64(max_pages), first_page, num_kv_heads, queries.kv_head, own + 1},
+      {pages + task.segment * i64(max_pages), layer, num_kv_heads, queries.kv_head, own + 1},
       own_page + kv_head * kPage * kKey,
       own_page + halves.keys_len() + kv_head * kValue * kPage,
       keys, values, scales};

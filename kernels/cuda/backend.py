@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kernels.choices import Choices, Edits, Rows
 from kernels.cuda import ProductWay, matrix, sampling
 from kernels.cuda.few import FewProducts
+from kernels.cuda.host_pages import HostPages, Part
 from kernels.cuda.matrix import CudaMatrix, DeviceArray
 from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, floats_together, get_kernel
 from kernels.cuda.pinned import device_view, pinned_bytes
@@ -23,12 +24,14 @@ from kernels.cuda.scratch import Scratch, free_unused
 from kernels.cuda.uploads import Uploads
 from kernels.ops import (
     PAGE_TOKENS,
+    STAGED_LAYERS,
     Batch,
     Float32,
     HeadParams,
     Int32,
     KernelError,
     KvShape,
+    KvTravel,
     KvType,
     Rope,
 )
@@ -38,7 +41,6 @@ MAX_HEAD = 256
 _KEY_STEP, _VALUE_STEP = 32, 8  # sizes of a head are padded to, or must be, multiples of these
 _KV_DTYPES: dict[KvType, Any] = {"f32": np.float32, "f16": np.float16, "int8": np.int8}
 _TYPE_NAMES = {"f32": "float", "f16": "__half"}  # of a pool's elements, in its own kernels
-OFFERED_KV_TYPES: tuple[KvType, ...] = ("f32", "f16")
 _THREADS, _MOST_THREADS = 256, 1024
 _FULL_BLOCKS = 256  # blocks of `_THREADS` that fill a device
 _WARPS = 4
@@ -63,6 +65,11 @@ class CudaKvPool:
     values: DeviceArray
     scales: DeviceArray
     open_pages: DeviceArray
+    host: HostPages | None
+
+    @property
+    def num_host_pages(self) -> int:
+        return 0 if self.host is None else self.host.num_pages
 
 
 class CudaOps:
@@ -72,7 +79,7 @@ class CudaOps:
     products: "tiles" of any number of tokens, inputs rounded to halves (`kernels.cuda.product`), or
         "few": all sweeps in groups of eight tokens (`kernels.cuda.few`); bytes differ between them
     library: whether tiles may use the vendor's library
-    kv_types: that pools may have
+    copies: the stream that weights and KV pages come from host memory on
     """
 
     name = "cuda"
@@ -87,7 +94,6 @@ class CudaOps:
         *,
         products: ProductWay = "tiles",
         library: bool = True,
-        kv_types: Sequence[KvType] = OFFERED_KV_TYPES,
     ) -> None:
         check_device(device)
         self._device = cp.cuda.Device(device)
@@ -99,7 +105,7 @@ class CudaOps:
         self.products = FewProducts(scratch) if few else Products(scratch, library=library)
         self._plan_uploads, self._choice_uploads = Uploads(), Uploads()
         self._tasks = TaskMemory()
-        self._kv_types = kv_types
+        self.copies = cp.cuda.Stream(non_blocking=True)
         self._has_int8_pools = False
         self.recordings = Recordings()
 
@@ -168,9 +174,6 @@ class CudaOps:
         return on_host
 
     def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
-        if kv_type not in self._kv_types:
-            known = " and ".join(self._kv_types)
-            raise KernelError(f"the GPU has no KV cache of type {kv_type}; it has {known}")
         nbytes = _page_len(shape) * int(np.dtype(_KV_DTYPES[kv_type]).itemsize)
         nbytes += shape.num_kv_heads * _scales_len(shape, kv_type) * _HALF_NBYTES
         return shape.num_layers * nbytes
@@ -179,30 +182,70 @@ class CudaOps:
         return shape.num_layers * _page_len(shape) * _HALF_NBYTES if kv_type == "int8" else 0
 
     def kv_pool(
-        self, shape: KvShape, *, num_pages: int, kv_type: KvType, num_rows: int = 0
+        self,
+        shape: KvShape,
+        *,
+        num_pages: int,
+        kv_type: KvType,
+        num_rows: int = 0,
+        num_host_pages: int = 0,
     ) -> CudaKvPool:
         _check_heads(shape)
-        page_nbytes = self.kv_page_nbytes(shape, kv_type)
-        outer = (shape.num_layers, num_pages, shape.num_kv_heads)
+        num_layers, num_kv_heads = shape.num_layers, shape.num_kv_heads
         dtype, is_int8 = _KV_DTYPES[kv_type], kv_type == "int8"
         self._has_int8_pools |= is_int8
         num_open = num_rows if is_int8 else 0
+        inner = (
+            ((num_kv_heads, PAGE_TOKENS, _key_stride(shape)), dtype),
+            ((num_kv_heads, shape.value_length, PAGE_TOKENS), dtype),
+            ((num_kv_heads, _scales_len(shape, kv_type)), np.float16),
+        )
+        num_places = num_layers * num_pages + STAGED_LAYERS * num_host_pages
+        places = [cp.zeros((num_places, *page), dtype) for page, dtype in inner]
+        keys, values, scales = (_by_layer(part, num_layers, num_pages) for part in places)
         return CudaKvPool(
             num_pages=num_pages,
             kv_type=kv_type,
-            page_nbytes=page_nbytes,
-            keys=cp.zeros((*outer, PAGE_TOKENS, _key_stride(shape)), dtype),
-            values=cp.zeros((*outer, shape.value_length, PAGE_TOKENS), dtype),
-            scales=cp.zeros((*outer, _scales_len(shape, kv_type)), np.float16),
-            open_pages=cp.zeros((shape.num_layers, num_open, _page_len(shape)), np.float16),
+            page_nbytes=self.kv_page_nbytes(shape, kv_type),
+            keys=keys,
+            values=values,
+            scales=scales,
+            open_pages=cp.zeros((num_layers, num_open, _page_len(shape)), np.float16),
+            host=self._host_pages(places, num_layers, num_pages, num_host_pages, kv_type),
         )
+
+    def _host_pages(
+        self,
+        places: Sequence[DeviceArray],
+        num_layers: int,
+        num_pages: int,
+        num_host_pages: int,
+        kv_type: KvType,
+    ) -> HostPages | None:
+        """places: of the pool's pages, and behind them of those that are staged"""
+        if num_host_pages == 0:
+            return None
+        staged = [
+            _by_layer(part[num_layers * num_pages :], STAGED_LAYERS, num_host_pages)
+            for part in places
+            if part.size
+        ]
+        parts = [Part.of(part, num_layers) for part in staged]
+        return HostPages(parts, first_page=num_pages, kv_type=kv_type, copies=self.copies)
+
+    def kv_travel(self, pool: CudaKvPool) -> KvTravel:
+        return KvTravel() if pool.host is None else pool.host.travel()
 
     def kv_release(self, pool: CudaKvPool, pages: Sequence[int]) -> None:
         pass
 
     def kv_copy(self, pool: CudaKvPool, source: int, target: int) -> None:
-        for array in (pool.keys, pool.values, pool.scales):
-            array[:, target] = array[:, source]
+        if pool.host is not None:
+            pool.host.settle()
+        for of_target, of_source in zip(
+            _page_of(pool, target), _page_of(pool, source), strict=True
+        ):
+            of_target[...] = of_source
 
     def choose(self, logits: Float32, specs: Rows, edits: Edits, num_tokens: int) -> Choices:
         on_device = cp.asarray(logits)
@@ -288,6 +331,8 @@ class CudaOps:
     ) -> None:
         assert len(qkv) == len(q) == plan.num_tokens, (qkv.shape, q.shape, plan.num_tokens)
         plan = self._current(plan)
+        if pool.host is not None:
+            pool.host.before_layer(plan, layer)
         if pool.kv_type == "int8":
             assert not half_pages_of(plan).leaves_an_open_page, batch.segments
             name = "rope_store_int8"
@@ -369,6 +414,8 @@ class CudaOps:
                 (_round_up(head.value_length, 32),),
                 (*sizes, np.int32(head.value_length), scale, plan.merges, sums, stats, out),
             )
+        if pool.host is not None:
+            pool.host.after_layer(layer)
 
     def _close_pages(self, plan: SweepPlan, pool: CudaKvPool, layer: int) -> None:
         closing = half_pages_of(plan).closing
@@ -490,8 +537,26 @@ def _scales_len(shape: KvShape, kv_type: KvType) -> int:
 
 
 def _table(plan: SweepPlan, pool: CudaKvPool, layer: int) -> tuple[Any, ...]:
-    """The page table, its width and the layer's first page, as the kernels take them."""
-    return plan.pages, np.int32(plan.pages.shape[1]), np.int64(layer * pool.num_pages)
+    """The page table, its width, and where the layer's pages are, as the kernels take them."""
+    first_staged = len(pool.keys) * pool.num_pages + layer % STAGED_LAYERS * pool.num_host_pages
+    return (
+        plan.pages,
+        np.int32(plan.pages.shape[1]),
+        np.int32(pool.num_pages),
+        np.int64(layer * pool.num_pages),
+        np.int64(first_staged),
+    )
+
+
+def _by_layer(places: DeviceArray, num_layers: int, num_pages: int) -> DeviceArray:
+    return places[: num_layers * num_pages].reshape(num_layers, num_pages, *places.shape[1:])
+
+
+def _page_of(pool: CudaKvPool, page: int) -> list[DeviceArray]:
+    """Keys, values and scales, where there are any, of a page over all layers."""
+    if pool.host is not None and page >= pool.num_pages:
+        return [part.in_host[:, page - pool.num_pages] for part in pool.host.parts]
+    return [part[:, page] for part in (pool.keys, pool.values, pool.scales) if part.size]
 
 
 def _rms_norm(x: Any, rows: Any, weight: Any, eps: float, out: Any) -> None:

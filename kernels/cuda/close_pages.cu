@@ -67,7 +67,8 @@ __device__ void close_values(int value_length, const __half* __restrict__ halves
 extern "C" __global__ void __launch_bounds__(kWarps* kWarp)
     close_pages(int num_kv_heads, int key_stride, int value_length,
                 const int2* __restrict__ closing, const int* __restrict__ pages, int max_pages,
-                i64 first_page, const Home* __restrict__ homes, i64 first_row, __half* open_pages,
+                int num_pages, i64 first_page, i64 first_staged, const Home* __restrict__ homes,
+                i64 first_row, __half* open_pages,
                 __half* new_pages, signed char* __restrict__ keys,
                 signed char* __restrict__ values, __half* __restrict__ scales) {
   const int2 page = closing[blockIdx.x];
@@ -77,8 +78,8 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarp)
   const HalfPages halves{num_kv_heads, key_stride, value_length, first_row, open_pages, new_pages};
   const __half* half_keys = halves.keys(homes[segment], number);
   const __half* half_values = half_keys + halves.keys_len();
-  const i64 head =
-      (first_page + pages[segment * i64(max_pages) + number]) * num_kv_heads + kv_head;
+  const LayerPages layer{num_pages, first_page, first_staged};
+  const i64 head = layer[pages[segment * i64(max_pages) + number]] * num_kv_heads + kv_head;
   __half* head_scales = scales + head * (key_stride + kPage);
   close_keys(key_stride, half_keys + i64(kv_head) * kPage * key_stride,
              keys + head * kPage * key_stride, head_scales);

@@ -14,8 +14,8 @@ from kernels.ops import KernelError
 FOLDER = Path(__file__).parent
 PRELUDE = ("common.cuh", "blocks.cuh")
 _BEFORE = {
-    "attention.cu": ("attention.cuh",),
-    "attention_int8.cu": ("attention.cuh", "pages.cuh"),
+    "attention.cu": ("pages.cuh", "attention.cuh"),
+    "attention_int8.cu": ("pages.cuh", "attention.cuh"),
     "close_pages.cu": ("pages.cuh",),
     "few.cu": ("runs.cuh",),
     "pointwise.cu": ("pages.cuh",),

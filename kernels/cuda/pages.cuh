@@ -1,3 +1,12 @@
+// Where a layer's pages are: those of the pool's own memory, then those of host memory, staged.
+struct LayerPages {
+  int num_pages;
+  i64 first, first_staged;
+  __device__ __forceinline__ i64 operator[](int number) const {
+    return number < num_pages ? first + number : first_staged + (number - num_pages);
+  }
+};
+
 // Pages of KV of 8 bits (kernels/ops.py). The pool has integers, and for each page and KV head the
 // scales of key_stride dimensions of keys, then of 32 positions of values, as halves.
 //

@@ -174,11 +174,12 @@ __global__ void rope_store(int num_heads, int num_kv_heads, int key_length, int 
                            float eps, const float* __restrict__ cos,
                            const float* __restrict__ sin, int pairs, int halves,
                            const int* __restrict__ positions, const int* __restrict__ segments,
-                           const int* __restrict__ pages, int max_pages, i64 first_page,
+                           const int* __restrict__ pages, int max_pages, int num_pages,
+                           i64 first_page, i64 first_staged,
                            T* __restrict__ keys, T* __restrict__ values, float* __restrict__ q) {
   const int position = positions[blockIdx.x];
-  const i64 page =
-      first_page + pages[segments[blockIdx.x] * i64(max_pages) + position / kPage];
+  const LayerPages layer{num_pages, first_page, first_staged};
+  const i64 page = layer[pages[segments[blockIdx.x] * i64(max_pages) + position / kPage]];
   wait_for_others();
   rope_and_store(num_heads, num_kv_heads, key_length, value_length, key_stride, key_length, qkv,
                  q_norm, k_norm, eps, cos, sin, pairs, halves, position,
