@@ -127,8 +127,8 @@ struct Queries {
 };
 
 // Each row on its own power of two, so that any magnitude fits halves; a warp per row.
-template <typename T, int kKey>
-__device__ __forceinline__ void load_queries(const Queries& queries, int key_length,
+template <typename T, int kKey, typename SomeQueries>
+__device__ __forceinline__ void load_queries(const SomeQueries& queries, int key_length,
                                              const float* __restrict__ q,
                                              Matrix<T, kRows, kKey>& halves, float* scales) {
   constexpr int kOwnRows = kRows / kWarps, kEach = kKey / kWarp;
@@ -194,7 +194,7 @@ __device__ __forceinline__ float mask_scores(float (&scores)[8][4], int half, in
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       float& score = scores[n][half * 2 + j];
-      score = first + n * 8 + j <= limit ? score * scale : -kInfinity;
+      score = first + n * 8 + j <= limit ? __fmul_rn(score, scale) : -kInfinity;
       most = fmaxf(most, score);
     }
   }

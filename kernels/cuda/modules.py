@@ -15,7 +15,9 @@ FOLDER = Path(__file__).parent
 PRELUDE = ("common.cuh", "blocks.cuh")
 _BEFORE = {
     "attention.cu": ("pages.cuh", "attention.cuh"),
-    "attention_int8.cu": ("pages.cuh", "attention.cuh"),
+    "attention_int8.cu": ("pages.cuh", "attention.cuh", "integers.cuh"),
+    "attention_shared.cu": ("pages.cuh", "attention.cuh", "shared.cuh"),
+    "attention_shared_int8.cu": ("pages.cuh", "attention.cuh", "integers.cuh", "shared.cuh"),
     "close_pages.cu": ("pages.cuh",),
     "few.cu": ("runs.cuh",),
     "pointwise.cu": ("pages.cuh",),
@@ -28,6 +30,7 @@ WAITING = {
     *("rms_norm", "rope_store", "attention", "merge_partials", "swiglu", "gather_rows"),
     *("few_product", "few_dots", "split_tokens"),
     *("rope_store_int8", "close_pages", "attention_int8"),
+    *("attention_shared", "attention_shared_int8"),
 }
 
 
