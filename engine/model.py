@@ -102,7 +102,8 @@ class Model:
         self._ensure_positions(int(batch.positions.max()) + 1)
         plan = self.ops.plan(batch, kv_shape(self.hparams), self.hparams.num_heads)
         logits = self.buffers.logits[: len(batch.logit_indices)]
-        lives_on = key is not None and self.stream is None
+        stays = self.stream is None and pool.num_host_pages == 0
+        lives_on = key is not None and stays
         calls = (key, len(logits), len(self._rope.cos)) if lives_on else None
         self.ops.run_sweep(
             plan, calls, lambda worker: self._sweep(worker, plan, batch, pool, logits)

@@ -39,9 +39,14 @@ class ModelRow:
 class Harness:
     """Rows that write distinct values, so that a page shared by mistake shows."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, num_host_pages: int = 0) -> None:
         self.ops = RecordingOps(num_pages)
-        self.cache = KvCache(num_pages, self.ops, SimpleNamespace(page_nbytes=1 << 20))  # type: ignore[arg-type]
+        self.cache = KvCache(
+            num_pages,
+            self.ops,  # type: ignore[arg-type]
+            SimpleNamespace(page_nbytes=1 << 20),  # type: ignore[arg-type]
+            num_host_pages=num_host_pages,
+        )
         self.rows: list[ModelRow] = []
         self.serial = 0
         self.withdrawn = 0
@@ -114,11 +119,11 @@ def apply(harness: Harness, action: str, pick: int, size: int) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 12), st.lists(actions, max_size=60))
+@given(st.integers(1, 12), st.integers(0, 12), st.lists(actions, max_size=60))
 def test_no_page_is_lost_or_shared_wrongly(
-    num_pages: int, steps: list[tuple[str, int, int]]
+    num_pages: int, num_host_pages: int, steps: list[tuple[str, int, int]]
 ) -> None:
-    harness = Harness(num_pages)
+    harness = Harness(num_pages, min(num_pages, num_host_pages))
     for action, pick, size in steps:
         apply(harness, action, pick, size)
         harness.check()
@@ -177,3 +182,38 @@ def test_prompts_with_nothing_in_common_do_not_fill_the_pool() -> None:
     assert cache.num_cached == MIN_CACHED
     never_used = cache._free[: 20_000 - 2 * MIN_CACHED]
     assert never_used == list(range(19_999, 2 * MIN_CACHED - 1, -1))
+
+
+def test_pages_in_host_memory_are_the_last_to_be_taken_and_the_lowest_first() -> None:
+    cache = KvCache(8, num_host_pages=4)
+    first, second = cache.open_row(3 * PAGE_TOKENS), cache.open_row(5 * PAGE_TOKENS)
+    assert first is not None and second is not None
+    cache.extend(first, 3 * PAGE_TOKENS)
+    cache.extend(second, 4 * PAGE_TOKENS)
+    assert (first.pages, second.pages) == ([0, 1, 2], [3, 4, 5, 6])
+    cache.close_row(first)
+    cache.extend(second, PAGE_TOKENS)
+    assert second.pages[-1] < 3
+    cache.close_row(second)
+    third = cache.open_row(6 * PAGE_TOKENS)
+    assert third is not None
+    cache.extend(third, 6 * PAGE_TOKENS)
+    assert sorted(third.pages[:4]) == [0, 1, 2, 3]
+    assert third.pages[4:] == [4, 5]
+
+
+def test_a_cached_page_of_the_device_goes_before_one_of_host_memory_is_taken() -> None:
+    cache = KvCache(8, num_host_pages=4)
+    prompt = pieces_of(np.arange(4 * PAGE_TOKENS, dtype=np.int32))
+    row = cache.open_row(4 * PAGE_TOKENS, prompt)
+    assert row is not None
+    cache.extend(row, 4 * PAGE_TOKENS)
+    cache.publish(row)
+    cache.close_row(row)
+    assert cache.num_cached == 4
+    other = cache.open_row(6 * PAGE_TOKENS)
+    assert other is not None
+    cache.extend(other, 6 * PAGE_TOKENS)
+    assert sorted(other.pages[:4]) == [0, 1, 2, 3]
+    assert other.pages[4:] == [4, 5]
+    assert cache.num_cached == 0

@@ -64,7 +64,9 @@ class Row:
 class Walk:
     """A cache under random use, and everything it must never get wrong."""
 
-    def __init__(self, seed: int, num_pages: int, *, shares_parts: bool) -> None:
+    def __init__(
+        self, seed: int, num_pages: int, *, shares_parts: bool, num_host_pages: int = 0
+    ) -> None:
         self.shares_parts = shares_parts
         self.rng = np.random.default_rng(seed)
         self.pages = Pages(num_pages)
@@ -72,6 +74,7 @@ class Walk:
             num_pages,
             self.pages,  # type: ignore[arg-type]
             SimpleNamespace(page_nbytes=1 << 20),  # type: ignore[arg-type]
+            num_host_pages=num_host_pages,
             shares_parts=shares_parts,
         )
         self.rows: list[Row] = []
@@ -286,7 +289,7 @@ class Walk:
         assert [cache.references(page) for page in range(cache.num_pages)] == [
             held[page] for page in range(cache.num_pages)
         ]
-        unused = [*cache._free, *cache._withdrawn]
+        unused = [*cache._free, *cache._free_in_host, *cache._withdrawn]
         used = held.keys() | in_tree.keys()
         assert sorted([*unused, *used]) == list(range(cache.num_pages)), "a page is lost, or twice"
         idle = in_tree.keys() - held.keys()
@@ -299,12 +302,14 @@ class Walk:
         assert growth <= cache.num_free + cache.num_cached, "a row may find no page"
 
 
-@pytest.mark.parametrize(("seed", "num_pages"), [(0, 12), (1, 24), (2, 60)])
+@pytest.mark.parametrize(
+    ("seed", "num_pages", "num_host_pages"), [(0, 12, 0), (1, 24, 10), (3, 60, 20)]
+)
 @pytest.mark.parametrize("shares_parts", [True, False], ids=["parts", "whole-pages"])
 def test_no_page_is_lost_or_shared_wrongly_and_every_row_finds_its_pages(
-    seed: int, num_pages: int, shares_parts: bool
+    seed: int, num_pages: int, num_host_pages: int, shares_parts: bool
 ) -> None:
-    walk = Walk(seed, num_pages, shares_parts=shares_parts)
+    walk = Walk(seed, num_pages, shares_parts=shares_parts, num_host_pages=num_host_pages)
     for _ in range(NUM_OPERATIONS):
         walk.step()
     assert all(walk.done[name] > 20 for name in ("waited", "reused", "forked", "withdrew"))
