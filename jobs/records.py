@@ -8,6 +8,8 @@ JobError
 ├── ChangedError           input, model or program are not those that a job was submitted with
 ├── DatasetError           the input cannot be read as rows
 │   └── NoInputError       no file is where the input should be
+├── StorageError           a store that a URI names refuses
+│   └── UnreachableError   it does not answer; that may pass
 ├── ResultsError           the results folder cannot be used, or a part is not ours
 │   └── OutputError        a folder or file that was named to write to is not one to write to
 ├── RunnerError            the runner cannot start or is not the one asked for
@@ -28,6 +30,8 @@ from engine import EngineConfig, SamplingParams
 
 JobState = Literal["queued", "running", "paused", "interrupted", "completed", "failed", "cancelled"]
 JobRequest = Literal["pause", "cancel"]
+HookEvent = Literal["finish", "failure"]
+HookState = Literal["idle", "due", "running", "delivered", "failed"]
 RESULT_COLUMNS = (
     "row_index",
     "sample_index",
@@ -87,6 +91,14 @@ class NoInputError(DatasetError):
     """No file is where the input should be; what is there may come later."""
 
 
+class StorageError(JobError):
+    """A store refuses: no such bucket, no access; says which URI and what to do."""
+
+
+class UnreachableError(StorageError):
+    """A store does not answer, or says that it cannot now. Later it may."""
+
+
 class ResultsError(JobError):
     """The results folder cannot be used, or a part in it is not this job's."""
 
@@ -109,9 +121,12 @@ class DiskFullError(StoreError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSpec:
-    """Everything a job needs, frozen at submit. Paths are absolute.
+    """Everything a job needs, frozen at submit. Paths are absolute; input and output may be URIs.
 
-    input: Parquet, JSON lines or CSV file, a folder of them, or a pattern such as in/**/*.csv
+    input: Parquet, JSON lines or CSV file, a folder of them, or a pattern such as in/**/*.csv;
+        with `after`, the results folder of that job
+    after: the job whose results are the input; this one runs when that one has completed
+    after_errors: rows of that job that are not ok are left out, fail this job, or are passed on
     model: GGUF file (first shard of a split one)
     output: results folder; None is the job's own under the state folder
     prompt_column, messages_column, prompt_template: where the prompt comes from; None of them
@@ -140,6 +155,8 @@ class JobSpec:
 
     input: str
     model: str
+    after: str | None = None
+    after_errors: Literal["skip", "fail", "pass"] = "skip"
     output: str | None = None
     prompt_column: str | None = None
     messages_column: str | None = None
@@ -174,7 +191,9 @@ class InputFile:
     """One file of the frozen manifest: rows [first_row, first_row + num_rows) of the job.
 
     num_rows, first_row: None until counted, which submit does not do for long text files
+    path: absolute, or a URI
     partition: values of the manifest's partition columns, from the folders that it lies in
+    etag: how a store knows these bytes; None for a file of this machine
     """
 
     path: str
@@ -183,6 +202,7 @@ class InputFile:
     num_rows: int | None
     first_row: int | None
     partition: tuple[str | None, ...] = ()
+    etag: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,6 +263,40 @@ class Fingerprint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HookTarget:
+    """Whom to tell of a job's end: a URL, or a command.
+
+    argv: the program by its absolute path, and its arguments
+    cwd: the folder that the command runs in
+    """
+
+    url: str | None = None
+    argv: tuple[str, ...] = ()
+    cwd: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hook:
+    """Who is told of a job's end, and how far that is.
+
+    event: `finish` is each end, `failure` the state `failed`
+    num_attempts: made for the end at hand
+    exit_status: of the last attempt: the command's, or the HTTP status
+    error: why that attempt was no delivery
+    tried_at: Unix seconds
+    """
+
+    id: int
+    event: HookEvent
+    target: HookTarget
+    state: HookState = "idle"
+    num_attempts: int = 0
+    exit_status: int | None = None
+    error: str | None = None
+    tried_at: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """A job as the store knows it. Times are Unix seconds.
 
@@ -250,6 +304,10 @@ class Job:
     retry_of: the job whose failed rows it runs again
     schedule, run: the name of the schedule that made it, and which of its runs it is
     fingerprint: as of the submit; more is added when the job first starts
+    after: the job whose results it has yet to read
+    waits: for that job, or for a retry of it; of a failed job: it failed with that one
+    priority: jobs of a higher one run first
+    hooks: who is told of its end
 
     request: what a client asks of the runner that runs the job
     total: output rows of the job, one for each sample of an input row; None until known
@@ -285,6 +343,10 @@ class Job:
     schedule: str | None = None
     run: int | None = None
     fingerprint: Fingerprint | None = None
+    after: str | None = None
+    waits: bool = False
+    priority: int = 0
+    hooks: tuple[Hook, ...] = ()
 
     @property
     def num_cancelled(self) -> int:

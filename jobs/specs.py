@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from jobs.records import Fingerprint, JobSpec, Manifest, SpecError
+from jobs.records import Fingerprint, HookTarget, JobSpec, Manifest, SpecError
 
 
 def spec_to_json(spec: JobSpec) -> str:
@@ -51,6 +51,15 @@ def fingerprint_to_json(fingerprint: Fingerprint) -> str:
 def fingerprint_from_json(text: str) -> Fingerprint:
     fingerprint: Fingerprint = _build(Fingerprint, json.loads(text))
     return fingerprint
+
+
+def hook_target_to_json(target: HookTarget) -> str:
+    return _dump(target)
+
+
+def hook_target_from_json(text: str) -> HookTarget:
+    target: HookTarget = _build(HookTarget, json.loads(text))
+    return target
 
 
 def _dump(record: Any) -> str:

@@ -17,12 +17,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jobs.chains import next_move
 from jobs.database import BUSY_TIMEOUT_S, Database, Row
 from jobs.progress_log import MAX_POINTS, ProgressPoint
 from jobs.records import (
     FINAL_STATES,
     Fingerprint,
     FinishedRows,
+    Hook,
+    HookEvent,
+    HookTarget,
     Job,
     JobNotFoundError,
     JobRequest,
@@ -39,11 +43,14 @@ from jobs.row_store import RowStore
 from jobs.specs import (
     fingerprint_from_json,
     fingerprint_to_json,
+    hook_target_from_json,
+    hook_target_to_json,
     manifest_from_json,
     manifest_to_json,
     spec_from_json,
     spec_to_json,
 )
+from jobs.uris import resolved
 
 # The states from which a job may come to each state; schema.sql says when.
 FROM_STATES: Mapping[JobState, tuple[JobState, ...]] = {
@@ -113,8 +120,12 @@ class JobStore(RowStore):
         selection: npt.NDArray[np.int64] | None = None,
         fingerprint: Fingerprint | None = None,
         overwrite: bool = False,
+        priority: int = 0,
+        hooks: Mapping[HookEvent, HookTarget] | None = None,
     ) -> Job:
         """Put a job at the end of the queue; its results folder is its own from here on.
+
+        With `spec.after` and a manifest without files it waits for that job.
 
         environment: variables that the job needs in its runner
         results_dir: None takes the spec's output, else jobs/<id>/results beside the database
@@ -123,13 +134,14 @@ class JobStore(RowStore):
         selection: (n, 2) row and sample indices of what to run, ascending; None is all that the
             spec says
         overwrite: take the folder from a job that is over
+        hooks: whom to tell of its end
 
         Raises KeyTakenError: a job has the key.
         Raises OutputError: the folder belongs to another job.
         """
         job_id = new_job_id(self._clock())
         chosen = results_dir or spec.output or self.job_dir(job_id) / "results"
-        folder = str(Path(chosen).resolve())
+        folder = resolved(chosen)
         total = _planned_rows(spec, manifest) if selection is None else len(selection)
         with self._db.atomic():
             if key is not None and (taken := self._db.row("select_job_by_key", key=key)):
@@ -147,9 +159,15 @@ class JobStore(RowStore):
                 key=key,
                 retry_of=retry_of,
                 fingerprint=None if fingerprint is None else fingerprint_to_json(fingerprint),
+                after=None if manifest.files else spec.after,
+                priority=priority,
             )
             if selection is not None:
                 self._insert_selection(job_id, selection)
+            for event, target in (hooks or {}).items():
+                text = hook_target_to_json(target)
+                self._db.insert("insert_hook", job_id=job_id, event=event, target=text)
+            self._settle_chains()
             return self.job(job_id)
 
     def job_dir(self, job_id: str) -> Path:
@@ -196,20 +214,32 @@ class JobStore(RowStore):
         return None if row is None else unpack_keys(row["row_keys"])
 
     def remove_job(self, job_id: str) -> None:
-        """Forget a job and its rows; files stay. Raises StoreError: a runner works on it."""
+        """Forget a job and its rows; files stay.
+
+        Raises StoreError: a runner works on it, or another job waits for its results.
+        """
         with self._db.atomic():
             if self._db.row("delete_job", id=job_id) is None:
                 state = self.job(job_id).state
-                raise StoreError(f"job {job_id} is {state}: cancel or pause it first")
+                if state == "running":
+                    raise StoreError(f"job {job_id} is {state}: cancel or pause it first")
+                later = ", ".join(
+                    row["id"] for row in self._db.rows("select_waiting_for", id=job_id)
+                )
+                raise StoreError(
+                    f"job {job_id} has results that are yet to be read by job {later}: let that "
+                    f"one begin, or `ntx-batch cancel` it, before this one is removed"
+                )
+            self._settle_chains()
 
     def claim_job(self) -> Job | None:
-        """Make the oldest queued or interrupted job running, for the caller; None if none waits.
+        """Make a queued or interrupted job running, for the caller; None if none can run.
 
-        Its attempt rises by one.
+        Of those with the highest priority it is the oldest. Its attempt rises by one.
         """
         with self._db.atomic():
             row = self._db.row("claim_job", now=self._clock())
-        return None if row is None else _job(row)
+            return None if row is None else self.job(row["id"])
 
     def mark_interrupted(self) -> list[str]:
         """No runner is there: running jobs have lost theirs. Returns their ids.
@@ -219,6 +249,7 @@ class JobStore(RowStore):
         """
         with self._db.atomic():
             rows = self._db.rows("mark_interrupted", now=self._clock())
+            self._settle_chains()
             return [row["id"] for row in rows]
 
     def set_state(self, job_id: str, state: JobState, *, reason: str | None = None) -> None:
@@ -241,6 +272,7 @@ class JobStore(RowStore):
             if moved is None:
                 now_in = self.job(job_id).state
                 raise StoreError(f"job {job_id} is {now_in} and cannot become {state}")
+            self._settle_chains()
 
     def set_request(self, job_id: str, request: JobRequest) -> bool:
         """Ask the runner to pause or cancel a job; one that waits changes at once.
@@ -249,7 +281,39 @@ class JobStore(RowStore):
         """
         with self._db.atomic():
             changed = self._db.row("set_request", id=job_id, request=request, now=self._clock())
+            self._settle_chains()
             return changed is not None or not self.job(job_id)
+
+    def set_priority(self, job_id: str, priority: int) -> bool:
+        """Let a job run before those of lower priority; False: it is over."""
+        with self._db.atomic():
+            changed = self._db.row("set_priority", id=job_id, priority=priority)
+            return changed is not None or not self.job(job_id)
+
+    def take_input(
+        self,
+        job_id: str,
+        manifest: Manifest,
+        record: Mapping[str, Any],
+        selection: npt.NDArray[np.int64] | None,
+    ) -> Job:
+        """Give a job its copy of the results that it was to read; returns it as it is then.
+
+        selection: as in `create_job`
+        """
+        with self._db.atomic():
+            text = json.dumps(dict(record))
+            self._must_change(
+                "take_input", job_id, manifest=manifest_to_json(manifest), record=text
+            )
+            if selection is not None:
+                self._insert_selection(job_id, selection)
+            return self.job(job_id)
+
+    def note_unreadable_input(self, job_id: str) -> None:
+        """The job is about to fail for rows of the one before it, and is put back with a retry."""
+        with self._db.atomic():
+            self._must_change("set_waits", job_id)
 
     def set_total(self, job_id: str, total: int) -> None:
         """Set the number of result rows that the job will have."""
@@ -348,6 +412,15 @@ class JobStore(RowStore):
 
     # Steps of the above
 
+    def _settle_chains(self) -> None:
+        """Let jobs follow those whose results they are to read, in the transaction of a change."""
+        for row in self._db.rows("select_chained"):
+            job = self.job(row["id"])
+            assert job.after is not None
+            move = next_move(job, self.job(job.after), self.retries(job.after))
+            if move is not None:
+                self._db.run("move_chained", id=job.id, now=self._clock(), **asdict(move))
+
     def _take_folder(self, folder: str, job_id: str, *, overwrite: bool) -> None:
         owner = self._db.row("select_folder_owner", results_dir=folder)
         if owner is None:
@@ -395,7 +468,7 @@ def new_job_id(now: float) -> str:
 
 
 def _planned_rows(spec: JobSpec, manifest: Manifest) -> int | None:
-    if manifest.num_rows is None:
+    if manifest.num_rows is None or not manifest.files:
         return None
     num_rows = manifest.num_rows if spec.limit is None else min(spec.limit, manifest.num_rows)
     return num_rows * spec.samples
@@ -411,5 +484,11 @@ def _job(row: Row) -> Job:
             "environment": json.loads(row["environment"]),
             "record": json.loads(row["record"]),
             "fingerprint": row["fingerprint"] and fingerprint_from_json(row["fingerprint"]),
+            "waits": bool(row["waits"]),
+            "hooks": tuple(map(_hook, json.loads(row["hooks"]))),
         }
     )
+
+
+def _hook(values: dict[str, Any]) -> Hook:
+    return Hook(**values | {"target": hook_target_from_json(json.dumps(values["target"]))})

@@ -526,7 +526,10 @@ def test_file_that_is_no_database_is_refused_by_name(path: Path) -> None:
 def test_every_table_is_strict() -> None:
     db = sqlite3.connect(":memory:", isolation_level=None)
     migrate(db)
-    tables = db.execute("SELECT name, strict FROM pragma_table_list WHERE name NOT LIKE 'sqlite_%'")
+    tables = db.execute(
+        "SELECT name, strict FROM pragma_table_list "
+        "WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+    )
     strict = dict(tables.fetchall())
     assert len(strict) >= 7 and set(strict.values()) == {1}
     db.close()

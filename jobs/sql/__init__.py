@@ -26,7 +26,7 @@ def _read_steps() -> tuple[str, ...]:
     return tuple(_read(name) for name in sorted(f.name for f in files if f.name[:5] == "step_"))
 
 
-QUERIES = parse_queries(_read("queries.sql") + _read("schedules.sql"))
+QUERIES = parse_queries("".join(map(_read, ("queries.sql", "schedules.sql", "hooks.sql"))))
 SCHEMA = _read("schema.sql")
 # Step n (from 1) turns a database of version n - 1 into version n.
 STEPS = _read_steps()

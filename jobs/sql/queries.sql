@@ -2,10 +2,10 @@
 -- Add a job to the end of the queue.
 INSERT INTO job (
     id, state, spec, manifest, environment, results_dir, created_at, total, key, retry_of,
-    fingerprint
+    fingerprint, after, priority
 ) VALUES (
     :id, 'queued', :spec, :manifest, :environment, :results_dir, :now, :total, :key, :retry_of,
-    :fingerprint
+    :fingerprint, :after, :priority
 );
 
 -- insert_selection --
@@ -18,7 +18,7 @@ SELECT row_keys FROM selection WHERE job_id = :job_id;
 
 -- select_job_by_key --
 -- The job that was submitted with a key.
-SELECT * FROM job WHERE key = :key;
+SELECT * FROM job_with_hooks WHERE key = :key;
 
 -- select_retries --
 -- Retries of a job, theirs, and so on; oldest first.
@@ -27,11 +27,49 @@ WITH RECURSIVE retry (id) AS (
     UNION
     SELECT job.id FROM job JOIN retry ON job.retry_of = retry.id
 )
-SELECT job.* FROM job JOIN retry ON job.id = retry.id ORDER BY num;
+SELECT job_with_hooks.* FROM job_with_hooks JOIN retry USING (id) ORDER BY num;
 
 -- delete_job --
--- Forget a job with all that hangs on it, unless a runner works on it.
-DELETE FROM job WHERE id = :id AND state != 'running' RETURNING id;
+-- Forget a job with all that hangs on it, unless a runner works on it or another job waits for it.
+DELETE FROM job WHERE id = :id AND state != 'running' AND NOT EXISTS (
+    SELECT 1 FROM job AS later
+    WHERE later.after = :id AND later.state NOT IN ('completed', 'failed', 'cancelled')
+)
+RETURNING id;
+
+-- select_waiting_for --
+-- Jobs that are not over and have yet to read a job's results.
+SELECT id FROM job
+WHERE after = :id AND state NOT IN ('completed', 'failed', 'cancelled')
+ORDER BY num;
+
+-- select_chained --
+-- Jobs whose lot hangs on another job's, that one always before them.
+SELECT id FROM job
+WHERE after IS NOT NULL
+    AND (state IN ('queued', 'paused', 'interrupted') OR (state = 'failed' AND waits))
+ORDER BY num;
+
+-- move_chained --
+-- A job follows the one that it comes after.
+UPDATE job
+SET state = :state, waits = :waits, reason = :reason,
+    finished_at = iif(:state = 'failed', :now, NULL)
+WHERE id = :id;
+
+-- set_waits --
+-- A job is about to fail for what is in the results that it was to read.
+UPDATE job SET waits = 1 WHERE id = :id RETURNING id;
+
+-- take_input --
+-- A job has a copy of the results that it was to read.
+UPDATE job SET manifest = :manifest, record = :record, after = NULL WHERE id = :id RETURNING id;
+
+-- set_priority --
+-- A job goes before those of lower priority from now on.
+UPDATE job SET priority = :priority
+WHERE id = :id AND state NOT IN ('completed', 'failed', 'cancelled')
+RETURNING id;
 
 -- release_folder --
 -- Another job takes a folder; a job that is not over keeps it.
@@ -41,29 +79,30 @@ RETURNING id;
 
 -- select_job --
 -- One job by its whole id.
-SELECT * FROM job WHERE id = :id;
+SELECT * FROM job_with_hooks WHERE id = :id;
 
 -- select_jobs_by_prefix --
 -- Jobs whose id begins with a prefix, oldest first.
-SELECT * FROM job WHERE substr(id, 1, length(:prefix)) = :prefix ORDER BY num;
+SELECT * FROM job_with_hooks WHERE substr(id, 1, length(:prefix)) = :prefix ORDER BY num;
 
 -- select_jobs --
 -- Every job, oldest first.
-SELECT * FROM job ORDER BY num;
+SELECT * FROM job_with_hooks ORDER BY num;
 
 -- select_folder_owner --
 -- The job that a results folder belongs to.
 SELECT id FROM job WHERE results_dir = :results_dir;
 
 -- claim_job --
--- Take the oldest waiting job, unless another process does so first.
+-- Take the oldest waiting job of the highest priority, unless another process does so first.
 UPDATE job
 SET state = 'running', reason = NULL, request = NULL, attempt = attempt + 1, finished_at = NULL,
     started_at = coalesce(started_at, :now)
 WHERE num = (
-    SELECT min(num) FROM job WHERE state IN ('queued', 'interrupted')
+    SELECT num FROM job WHERE state IN ('queued', 'interrupted') AND NOT waits
+    ORDER BY priority DESC, num LIMIT 1
 )
-RETURNING *;
+RETURNING id;
 
 -- mark_interrupted --
 -- No runner is there: what was running has none any more. What a client had asked for is done.
@@ -246,9 +285,13 @@ SELECT * FROM runner;
 UPDATE runner SET state = 'stopping';
 
 -- stop_if_idle --
--- The runner claims no more jobs, if none waits, none runs, and no schedule may make one.
+-- The runner claims no more jobs, if none can run, none runs, no schedule may make one, and all are
+-- told of who want to be.
 UPDATE runner SET state = 'stopping'
-WHERE NOT EXISTS (SELECT 1 FROM job WHERE state IN ('queued', 'running', 'interrupted'))
+WHERE NOT EXISTS (
+        SELECT 1 FROM job WHERE state IN ('queued', 'running', 'interrupted') AND NOT waits
+    )
+    AND NOT EXISTS (SELECT 1 FROM hook WHERE state IN ('due', 'running'))
     AND NOT EXISTS (SELECT 1 FROM schedule WHERE paused_at IS NULL)
     AND NOT EXISTS (SELECT 1 FROM schedule_run WHERE held = 'window')
 RETURNING id;

@@ -5,12 +5,12 @@ CREATE TABLE job (
     num INTEGER PRIMARY KEY AUTOINCREMENT,  -- order of submission, whatever the clock does
     id TEXT NOT NULL UNIQUE,
     state TEXT NOT NULL CHECK (state IN (
-        'queued',       -- -> running, paused, cancelled
+        'queued',       -- -> running, paused, cancelled, failed (with the job that it waits for)
         'running',      -- -> paused, interrupted, completed, failed, cancelled
-        'paused',       -- -> queued, cancelled
+        'paused',       -- -> queued, cancelled, failed (as above)
         'interrupted',  -- its runner died -> running, paused, cancelled
         'completed',    -- every row is finished, at least one ok or none there
-        'failed',       -- no row ok, or the job could not run -> queued
+        'failed',       -- no row ok, or the job could not run -> queued (also when the job that it waits for is resumed)
         'cancelled'     -- -> queued
     )),
     request TEXT CHECK (request IN ('pause', 'cancel')),  -- of a client, to the runner
@@ -36,11 +36,17 @@ CREATE TABLE job (
     num_copied INTEGER NOT NULL DEFAULT 0,  -- rows that are copies of others
     schedule TEXT,  -- the name of the schedule that made it
     run INTEGER,  -- which of that schedule's runs it is
+    after TEXT REFERENCES job (id) ON DELETE SET NULL,  -- whose results it is to read; null once it has them
+    waits INTEGER NOT NULL DEFAULT 0 CHECK (waits IN (0, 1)),  -- for that job; of a failed one: failed with that job
+    priority INTEGER NOT NULL DEFAULT 0,  -- higher ones run first
     CHECK (total IS NULL OR num_ok + num_error <= total)
 ) STRICT;
 
--- Serves claim_job: the oldest job that waits.
-CREATE INDEX job_waiting ON job (num) WHERE state IN ('queued', 'interrupted');
+-- Serves claim_job: of the jobs with the highest priority, the oldest one.
+CREATE INDEX job_waiting ON job (priority DESC, num) WHERE state IN ('queued', 'interrupted');
+
+-- Serves the search for jobs that wait for others.
+CREATE INDEX job_after ON job (after) WHERE after IS NOT NULL;
 
 -- Serves `submit --key`: the first of several at once wins.
 CREATE UNIQUE INDEX job_key ON job (key);
@@ -207,3 +213,62 @@ BEGIN
     UPDATE schedule_run SET state = 'cancelled', reason = 'its job was removed', held = NULL
     WHERE job_id = OLD.id;
 END;
+
+-- Whom a job tells of its end. target: JSON, a URL, or a command and its folder. What is due is done at least once: the
+-- row says so from the transaction of the job's end until the one after the delivery.
+CREATE TABLE hook (
+    id INTEGER PRIMARY KEY,
+    job_id TEXT NOT NULL REFERENCES job (id) ON DELETE CASCADE,
+    event TEXT NOT NULL CHECK (event IN ('finish', 'failure')),
+    target TEXT NOT NULL,
+    state TEXT NOT NULL DEFAULT 'idle' CHECK (state IN (
+        'idle',       -- the job is not over -> due
+        'due',        -- at next_at -> running; -> idle when the job goes on
+        'running',    -- pid is at it -> delivered, failed, due again
+        'delivered',  -- -> due when the job ends once more
+        'failed'      -- given up -> due when the job ends once more
+    )),
+    num_ends INTEGER NOT NULL DEFAULT 0,  -- which end of the job this is about
+    num_attempts INTEGER NOT NULL DEFAULT 0,  -- for this end
+    next_at REAL,
+    pid INTEGER,
+    pid_start_time REAL,
+    boot_id TEXT,
+    exit_status INTEGER,  -- of the last attempt: a command's, or an HTTP status
+    error TEXT,
+    tried_at REAL,
+    UNIQUE (job_id, event)
+) STRICT;
+
+-- Serves the runner's look at what is due.
+CREATE INDEX hook_open ON hook (next_at) WHERE state IN ('due', 'running');
+
+-- A job is over: whoever is to be told is, from the same transaction on.
+CREATE TRIGGER hook_falls_due AFTER UPDATE OF state ON job
+WHEN NEW.state IN ('completed', 'failed', 'cancelled') AND NEW.state != OLD.state
+BEGIN
+    UPDATE hook
+    SET state = 'due', num_ends = num_ends + 1, num_attempts = 0, next_at = 0, pid = NULL,
+        exit_status = NULL, error = NULL, tried_at = NULL
+    WHERE job_id = NEW.id AND (event = 'finish' OR NEW.state = 'failed');
+END;
+
+-- A job goes on: there is no end to tell of any more.
+CREATE TRIGGER hook_is_taken_back AFTER UPDATE OF state ON job
+WHEN OLD.state IN ('completed', 'failed', 'cancelled')
+    AND NEW.state NOT IN ('completed', 'failed', 'cancelled')
+BEGIN
+    UPDATE hook SET state = 'idle', next_at = NULL WHERE job_id = NEW.id AND state = 'due';
+END;
+
+-- Jobs as programs read them.
+CREATE VIEW job_with_hooks AS
+SELECT job.*, (
+    SELECT json_group_array(json_object(
+        'id', id, 'event', event, 'target', json(target), 'state', state,
+        'num_attempts', num_attempts, 'exit_status', exit_status, 'error', error,
+        'tried_at', tried_at
+    ))
+    FROM hook WHERE job_id = job.id
+) AS hooks
+FROM job;
