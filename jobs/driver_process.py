@@ -33,6 +33,7 @@ from jobs.messages import (
 from jobs.processes import (
     INSTANCE_VARIABLE,
     ProcessId,
+    find_instance,
     kill_all,
     kill_instance,
     read_leader,
@@ -40,7 +41,14 @@ from jobs.processes import (
 )
 from jobs.ray_cluster import cluster_address, is_on_loopback
 from jobs.records import RunnerError
-from jobs.temp_folder import RAY_FOLDER, clear_temp_folders, make_temp_folder
+from jobs.temp_folder import (
+    PREFIX,
+    RAY_FOLDER,
+    clear_abandoned_folders,
+    clear_temp_folders,
+    hold_folder,
+    make_temp_folder,
+)
 
 LAST_WORDS_CHARS = 2000
 MAX_RAY_LOG_NBYTES = 4 << 20
@@ -81,6 +89,7 @@ class DriverProcess:
         self._memory_limit_nbytes: int | None = None
         self._marker = f"{home.key}-{secrets.token_hex(8)}"
         self._temp_dir = make_temp_folder(_temp_prefix(home), os.environ)
+        self._temp_lock = hold_folder(self._temp_dir)
         # Ray opens its own folder to everybody; inside ours nobody else gets that far.
         self._ray_dir = self._temp_dir / RAY_FOLDER
         ours, theirs = socket.socketpair()
@@ -93,7 +102,8 @@ class DriverProcess:
                 ],
                 cwd="/",
                 env=self._environment(),
-                pass_fds=[theirs.fileno()],
+                # While the driver lives its folder is in use, whatever becomes of this process.
+                pass_fds=[theirs.fileno(), self._temp_lock],
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
             )
@@ -263,21 +273,27 @@ class DriverProcess:
         kill_instance(self._marker, [self._leader])
         self._child.wait()
         shutil.rmtree(self._temp_dir, ignore_errors=True)
+        if self._temp_lock >= 0:
+            os.close(self._temp_lock)
+            self._temp_lock = -1
 
 
 def clear_leftovers(home: Home) -> list[ProcessId]:
     """End what dead runners of this state folder left behind; the caller holds its lock.
+
+    Folders that runs of other state folders left, and nobody uses, go too.
 
     Returns processes that would not end.
     """
     leader = read_leader(home.driver_path)
     left = kill_instance(f"{home.key}-", [leader] if leader else [])
     clear_temp_folders(_temp_prefix(home), os.environ)
+    clear_abandoned_folders(os.environ, lambda key: bool(find_instance(f"{key}-")))
     return left
 
 
 def _temp_prefix(home: Home) -> str:
-    return f"ntx-{home.key}-"
+    return f"{PREFIX}{home.key}-"
 
 
 def _make_token(path: Path) -> Path:

@@ -64,6 +64,7 @@ class EngineHandle:
             num_gpus=num_gpus,
             max_restarts=0,
             max_task_retries=0,
+            enable_task_events=False,  # else the GCS keeps one for each `poll`
             concurrency_groups={_EVENTS: 1, _COMMANDS: 1},
             scheduling_strategy=NodeAffinitySchedulingStrategy(
                 ray.get_runtime_context().get_node_id(), soft=False

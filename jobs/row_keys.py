@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable
 
@@ -23,4 +24,4 @@ def unpack_keys(packed: bytes) -> npt.NDArray[np.int64]:
 
 def key_array(rows: Iterable[Iterable[int]]) -> npt.NDArray[np.int64]:
     """(n, 2), also where there are none."""
-    return np.array([tuple(row) for row in rows], np.int64).reshape(-1, 2)
+    return np.fromiter(itertools.chain.from_iterable(rows), np.int64).reshape(-1, 2)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import re
 import shutil
+import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from jobs.records import RunnerError
@@ -15,6 +20,10 @@ TEMP_VARIABLE = "NTX_TEMP"
 RAY_FOLDER = "r"
 _SOCKET_NAME = f"/{RAY_FOLDER}/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 MAX_ROOT_LEN = 107 - len("/ntx-0123456789ab-01234567") - len(_SOCKET_NAME)
+PREFIX = "ntx-"
+MIN_ABANDONED_S = 60.0  # between the making of a folder and its lock nobody seems to use it
+_LOCK_NAME = "in-use"
+_OF_A_STATE_FOLDER = re.compile(PREFIX + "([0-9a-f]{12})-[a-z0-9_]{8}")
 MIN_FREE_NBYTES = 200 << 20
 MAX_USED_SHARE = 0.95
 MIN_SHM_NBYTES = 88 << 20  # Ray's object store and a little
@@ -50,10 +59,55 @@ def make_temp_folder(prefix: str, environ: Mapping[str, str]) -> Path:
 
 
 def clear_temp_folders(prefix: str, environ: Mapping[str, str]) -> None:
-    """Remove folders that `make_temp_folder` made with this prefix."""
+    """Remove folders that `make_temp_folder` made with this prefix, in any of the roots."""
+    if not prefix:
+        raise ValueError("an empty prefix would match everything in the temp roots, others' too")
     for root in temp_roots(environ):
         for folder in root.glob(f"{prefix}*"):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def hold_folder(folder: Path) -> int:
+    """Mark a folder as in use, as long as any process has the returned descriptor open."""
+    fd = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd
+
+
+def clear_abandoned_folders(
+    environ: Mapping[str, str], is_alive: Callable[[str], bool], *, now: float | None = None
+) -> list[Path]:
+    """Remove what runners of any state folder of this user left and nobody uses any more.
+
+    is_alive: asked for the key of a state folder, whether processes are left of its runs
+    now: Unix seconds; None is now
+
+    Returns what was removed.
+    """
+    now = time.time() if now is None else now
+    removed = []
+    for root in temp_roots(environ):
+        for folder in root.glob(f"{PREFIX}*"):
+            named = _OF_A_STATE_FOLDER.fullmatch(folder.name)
+            if named and _is_abandoned(folder, now) and not is_alive(named[1]):
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+    return removed
+
+
+def _is_abandoned(folder: Path, now: float) -> bool:
+    """Whether it is an old folder of this user, held once and held by nobody now."""
+    with contextlib.suppress(OSError):
+        found = folder.lstat()
+        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+        if ours and now - found.st_mtime >= MIN_ABANDONED_S:
+            fd = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finally:
+                os.close(fd)
+            return True
+    return False
 
 
 def space_warnings(environ: Mapping[str, str], shared_memory: str = "/dev/shm") -> Iterator[str]:
