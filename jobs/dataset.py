@@ -7,17 +7,17 @@ batches, not by files or row groups.
 from __future__ import annotations
 
 import bisect
-import os
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from pyarrow import types
 
 from jobs.columns import JSON_MARK, bind_columns
+from jobs.files import file_state
 from jobs.formats.base import (
     FileReader,
     InputBatch,
@@ -29,12 +29,13 @@ from jobs.formats.base import (
 )
 from jobs.formats.column_types import arrow_type
 from jobs.formats.csv_file import check_delimiter, check_encoding, find_delimiter
-from jobs.formats.parquet_file import ParquetReader, read_footer
+from jobs.formats.parquet_file import Footer, ParquetReader, read_footer
 from jobs.formats.text_file import TextReader
 from jobs.id_counts import IdCounter, id_column
 from jobs.input_files import InputFiles, find_files, partition_of
 from jobs.merge import merge_schemas
-from jobs.records import DatasetError, InputFile, Manifest
+from jobs.records import DatasetError, InputFile, Manifest, StorageError
+from jobs.remote import each
 from jobs.row_index import (
     OnProgress,
     index_rows,
@@ -43,6 +44,7 @@ from jobs.row_index import (
     record_reader,
     sample_rows,
 )
+from jobs.uris import base_name, is_uri
 
 __all__ = [
     "InputBatch",
@@ -56,11 +58,13 @@ __all__ = [
     "check_unchanged",
     "count_rows",
     "file_change",
+    "file_changes",
     "read_schema",
     "reserve_arrow_memory",
 ]
 
 SAMPLE_NBYTES = 4 << 20
+_T = TypeVar("_T")
 
 
 # ---- the manifest ------------------------------------------------------------------------
@@ -90,7 +94,7 @@ def build_manifest(
     """
     found = find_files(input_path)
     if only is not None:
-        found.paths = [path for path in found.paths if str(path) in only]
+        found.files = [file for file in found.files if file.path in only]
     files, names = _partitioned(found)
     manifest = Manifest(
         files=files, skipped=tuple(found.skipped), format=found.format, partitions=names
@@ -98,27 +102,26 @@ def build_manifest(
     if found.format == "parquet":
         return _with_footers(manifest)
     if found.format == "csv":
-        manifest = _with_csv_format(manifest, found.paths[0], encoding, delimiter)
+        manifest = _with_csv_format(manifest, found.files[0].path, encoding, delimiter)
     return sample_rows(manifest, on_bad_utf8, sample_nbytes)
 
 
 def _partitioned(found: InputFiles) -> tuple[tuple[InputFile, ...], tuple[str, ...]]:
     """The files, and the names of all partition columns; null where a file is in no such one."""
-    partitions = [partition_of(path, found.root) for path in found.paths]
+    partitions = [partition_of(file.folders) for file in found.files]
     names = tuple(dict.fromkeys(name for partition in partitions for name in partition))
-    files = []
-    for path, partition in zip(found.paths, partitions, strict=True):
-        stat = path.stat()
-        files.append(
-            InputFile(
-                path=str(path),
-                nbytes=stat.st_size,
-                mtime_ns=stat.st_mtime_ns,
-                num_rows=None,
-                first_row=None,
-                partition=tuple(partition.get(name) for name in names),
-            )
+    files = [
+        InputFile(
+            path=file.path,
+            nbytes=file.state.nbytes,
+            mtime_ns=file.state.mtime_ns,
+            etag=file.state.etag,
+            num_rows=None,
+            first_row=None,
+            partition=tuple(partition.get(name) for name in names),
         )
+        for file, partition in zip(found.files, partitions, strict=True)
+    ]
     return tuple(files), names
 
 
@@ -126,21 +129,31 @@ def _with_footers(manifest: Manifest) -> Manifest:
     schema: pa.Schema | None = None
     files: list[InputFile] = []
     first_row = 0
-    for file in manifest.files:
-        footer = read_footer(Path(file.path))
-        schema = merge_schemas(schema, footer.schema, Path(file.path))
+    for file, footer in zip(manifest.files, _of_each(manifest, _read_footer), strict=True):
+        schema = merge_schemas(schema, footer.schema, file.path)
         files.append(replace(file, num_rows=footer.num_rows, first_row=first_row))
         first_row += footer.num_rows
     return replace(manifest, files=tuple(files))
 
 
+def _read_footer(file: InputFile) -> Footer:
+    return read_footer(file.path)
+
+
+def _of_each(manifest: Manifest, work: Callable[[InputFile], _T]) -> list[_T]:
+    """What `work` returns for each file; those of a store are asked for several at a time."""
+    if any(is_uri(file.path) for file in manifest.files):
+        return each(work, manifest.files)
+    return [work(file) for file in manifest.files]
+
+
 def _with_csv_format(
-    manifest: Manifest, first: Path, encoding: str | None, delimiter: str | None
+    manifest: Manifest, first: str, encoding: str | None, delimiter: str | None
 ) -> Manifest:
     encoding = check_encoding(encoding or "utf-8")
     if delimiter is not None:
         delimiter = check_delimiter(delimiter)
-    elif first.suffix.lower() == ".tsv":
+    elif base_name(first).lower().endswith(".tsv"):
         delimiter = "\t"
     else:
         delimiter = find_delimiter(first, encoding)
@@ -171,8 +184,7 @@ def count_rows(
         return manifest
     if is_indexed(manifest):
         return manifest
-    for file in manifest.files:
-        check_unchanged(file)
+    _of_each(manifest, check_unchanged)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return index_rows(manifest, folder, on_bad_utf8, ids or IdCounter(), on_progress)
 
@@ -205,10 +217,11 @@ def read_schema(manifest: Manifest) -> Schema:
     Raises DatasetError: a file is gone or has changed since the manifest was made.
     """
     schema: pa.Schema | None = None
-    for file in manifest.files:
-        check_unchanged(file)
-        if manifest.format == "parquet":
-            schema = merge_schemas(schema, read_footer(Path(file.path)).schema, Path(file.path))
+    _of_each(manifest, check_unchanged)
+    if manifest.format == "parquet":
+        footers = _of_each(manifest, _read_footer)
+        for file, footer in zip(manifest.files, footers, strict=True):
+            schema = merge_schemas(schema, footer.schema, file.path)
     if schema is None:
         return pa.schema(
             [
@@ -229,18 +242,28 @@ def check_unchanged(file: InputFile) -> None:
         raise DatasetError(f"input file {file.path} {change}; restore it, or submit a new job")
 
 
+def file_changes(manifest: Manifest) -> list[str | None]:
+    """`file_change` of each file."""
+    return _of_each(manifest, file_change)
+
+
 def file_change(file: InputFile) -> str | None:
-    """How a file differs from what the manifest froze; None where it does not."""
+    """How a file differs from what the manifest froze; None where it does not.
+
+    Raises StorageError: its store refuses or does not answer.
+    """
     try:
-        stat = os.stat(file.path)
+        now = file_state(file.path)
     except OSError as error:
         return f"cannot be read any more: {error}"
-    for what, then, now in (
-        ("size", f"{file.nbytes} bytes", f"{stat.st_size} bytes"),
-        ("modification time", f"{file.mtime_ns} ns", f"{stat.st_mtime_ns} ns"),
-    ):
-        if then != now:
-            return f"has changed since the job was submitted: its {what} was {then}, is {now}"
+    differing = [("size", f"{file.nbytes} bytes", f"{now.nbytes} bytes")]
+    if file.etag is not None:
+        differing.append(("ETag", file.etag, str(now.etag)))
+    else:
+        differing.append(("modification time", f"{file.mtime_ns} ns", f"{now.mtime_ns} ns"))
+    for what, then, found in differing:
+        if then != found:
+            return f"has changed since the job was submitted: its {what} was {then}, is {found}"
     return None
 
 
@@ -268,6 +291,7 @@ class RowReader:
     schema: of the tables
 
     Raises DatasetError: the input cannot be read or is not what the manifest froze.
+    Raises StorageError: a store refuses or does not answer; the next call tries anew.
     """
 
     def __init__(
@@ -373,7 +397,11 @@ class RowReader:
             assert self._file is not None
             try:
                 self._pending = next(self._stream, None)
-            except DatasetError:
+                if is_uri(self._file.info.path):
+                    # What is overwritten while it is read must not come as rows: all that was
+                    # read until now is of one object if that is the one still.
+                    check_unchanged(self._file.info)
+            except (DatasetError, StorageError):
                 self.close()
                 raise
             if self._pending is None:

@@ -11,9 +11,11 @@ import base64
 import json
 import math
 import os
+import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from mmap import ACCESS_READ, mmap
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
@@ -21,7 +23,9 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from jobs.records import FinishedRows, Job, OutputError
+from jobs.remote import put
 from jobs.results import Results, Schema, Table
+from jobs.uris import Uri, absolute, base_name, is_uri, parse_uri
 
 Writer = Callable[[Path, Schema, Iterable[Table]], None]
 
@@ -59,22 +63,51 @@ def export_results(
 
 def export_tables(job: Job, path: str | Path, schema: Schema, tables: Iterable[Table]) -> None:
     """Write tables that come of a job's results to one file. Raises OutputError: as above."""
-    target = check_target(path, job)
+    place = check_target(path, job)
+    write = WRITERS[PurePosixPath(base_name(place)).suffix.lower()]
+    if is_uri(place):
+        _upload(place, lambda temporary: write(temporary, schema, tables))
+        return
+    target = Path(place)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        WRITERS[target.suffix.lower()](temporary, schema, tables)
+        write(temporary, schema, tables)
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def check_target(path: str | Path, job: Job) -> Path:
+def _upload(place: str, write: Callable[[Path], None]) -> None:
+    """Write a file here, and then all of it there."""
+    with tempfile.TemporaryDirectory(prefix="ntx-export-") as folder:
+        temporary = Path(folder) / "export"
+        write(temporary)
+        with open(temporary, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            put(parse_uri(place), content)
+
+
+def check_target(path: str | Path, job: Job) -> str:
     """The file to write what comes of a job to, whole. Raises OutputError: as above."""
-    target = Path(path).absolute()
-    if target.suffix.lower() not in WRITERS:
+    target = absolute(path)
+    if PurePosixPath(base_name(target)).suffix.lower() not in WRITERS:
         raise OutputError(f"{path} does not say its format: end it in {', '.join(WRITERS)}")
-    refuse_own_files(target, job)
+    if is_uri(target):
+        _refuse_own_uris(parse_uri(target), job)
+    else:
+        refuse_own_files(Path(target), job)
     return target
+
+
+def _refuse_own_uris(target: Uri, job: Job) -> None:
+    for place in (job.results_dir, *(file.path for file in job.manifest.files)):
+        if not is_uri(place):
+            continue
+        own = parse_uri(place)
+        same = (own.scheme, own.authority) == (target.scheme, target.authority)
+        if same and PurePosixPath("/", target.path).is_relative_to(PurePosixPath("/", own.path)):
+            raise OutputError(
+                f"{target} is in the results or input of job {job.id}: write elsewhere"
+            )
 
 
 def refuse_own_files(target: Path, job: Job) -> None:
@@ -82,7 +115,7 @@ def refuse_own_files(target: Path, job: Job) -> None:
     if target.resolve().is_relative_to(job.results_dir):
         raise OutputError(f"{target} is in the results folder of job {job.id}: write elsewhere")
     for file in job.manifest.files:
-        if target.resolve() == Path(file.path).resolve():
+        if not is_uri(file.path) and target.resolve() == Path(file.path).resolve():
             raise OutputError(f"{target} is an input file of job {job.id}: write elsewhere")
     if not target.parent.is_dir():
         raise OutputError(f"{target} cannot be written: make the folder {target.parent} first")

@@ -14,7 +14,7 @@ MAX_DECIMAL128_DIGITS, MAX_DECIMAL_DIGITS = 38, 76
 _TIME_UNITS = ("s", "ms", "us")  # to ns the range shrinks
 
 
-def merge_schemas(known: pa.Schema | None, new: pa.Schema, path: Path) -> pa.Schema:
+def merge_schemas(known: pa.Schema | None, new: pa.Schema, path: str | Path) -> pa.Schema:
     """`known` and the schema `new` of the file `path` as one; a column not in both is nullable.
 
     Types may differ where one type holds the values of both.
@@ -29,13 +29,13 @@ def merge_schemas(known: pa.Schema | None, new: pa.Schema, path: Path) -> pa.Sch
     return pa.schema([*merged, *more])
 
 
-def _refuse_double_names(schema: pa.Schema, path: Path) -> None:
+def _refuse_double_names(schema: pa.Schema, path: str | Path) -> None:
     if len(set(schema.names)) < len(schema.names):
         double = next(name for name in schema.names if schema.names.count(name) > 1)
         raise DatasetError(f"input file {path} has more than one column named {double!r}")
 
 
-def _merge_field(field: pa.Field, schema: pa.Schema, path: Path) -> pa.Field:
+def _merge_field(field: pa.Field, schema: pa.Schema, path: str | Path) -> pa.Field:
     if field.name not in schema.names:
         return field.with_nullable(True)
     other = schema.field(field.name)

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import glob
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path, PurePosixPath
 
+from jobs.files import is_file, names_in, remove_file
 from jobs.publish import part_owner
 from jobs.records import FINAL_STATES, JobNotFoundError, Manifest, OutputError
 from jobs.store import JobStore
+from jobs.uris import Uri, child, is_uri, parse_uri
 
 
 @dataclass(frozen=True, slots=True)
 class OwnFile:
     """A part in a results folder. job_id: whose it is, maybe of another state folder"""
 
-    path: Path
+    path: str
     job_id: str
 
 
 def refuse_input_place(output: str, manifest: Manifest, input_path: str) -> None:
     """Raise OutputError where results would be written over the input or read as input."""
+    if is_uri(output) or is_uri(input_path):
+        if is_uri(output) and is_uri(input_path):
+            _refuse_same_store(parse_uri(output), manifest, parse_uri(input_path))
+        return
     folder = Path(output).resolve()
     for file in manifest.files:
         source = Path(file.path).resolve()
@@ -39,6 +44,40 @@ def refuse_input_place(output: str, manifest: Manifest, input_path: str) -> None
         )
 
 
+def _refuse_same_store(folder: Uri, manifest: Manifest, source: Uri) -> None:
+    """Options of a store say how to reach it, not which bucket it is."""
+    if (folder.scheme, folder.authority) != (source.scheme, source.authority):
+        return
+    place = PurePosixPath("/", folder.path)
+    for file in manifest.files:
+        if PurePosixPath("/", parse_uri(file.path).path).is_relative_to(place):
+            raise OutputError(
+                f"results folder {folder} is or holds the input file {file.path}; name another "
+                "with -o"
+            )
+    below = place.is_relative_to(PurePosixPath("/", source.path))
+    if below or _matches_pattern(place, source.parts):
+        raise OutputError(
+            f"results folder {folder} is inside the input {source}: results would be read as "
+            "prompts the next time; name another with -o"
+        )
+
+
+def _matches_pattern(folder: PurePosixPath, parts: tuple[str, ...]) -> bool:
+    """Whether what is written into a folder would match a pattern, or lie below what does.
+
+    A folder that matches is read with all below it; `**` reaches any depth.
+    """
+    if not glob.has_magic("/".join(parts)):
+        return False
+    fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    if not folder.is_relative_to(PurePosixPath("/", *parts[:fixed])):
+        return False
+    pattern = str(PurePosixPath("/", *parts))
+    below = [folder / "part.parquet", folder, *folder.parents]
+    return "**" in parts or any(path.match(pattern) for path in below)
+
+
 def _is_below_input(folder: Path, source: Path) -> bool:
     if source.is_dir():
         return folder.is_relative_to(source.resolve())
@@ -46,12 +85,7 @@ def _is_below_input(folder: Path, source: Path) -> bool:
         return False
     fixed = next(number for number, part in enumerate(source.parts) if glob.has_magic(part))
     root = Path(*source.parts[:fixed]).resolve()
-    if not folder.is_relative_to(root):
-        return False
-    pattern = root.joinpath(*source.parts[fixed:])
-    # A folder that matches is read with all below it; `**` reaches any depth.
-    below = [PurePath(folder, "part.parquet"), folder, *folder.parents]
-    return "**" in source.parts or any(path.match(str(pattern)) for path in below)
+    return _matches_pattern(PurePosixPath(folder), root.joinpath(*source.parts[fixed:]).parts[1:])
 
 
 def find_own_files(folder: str) -> list[OwnFile]:
@@ -59,20 +93,18 @@ def find_own_files(folder: str) -> list[OwnFile]:
 
     Raises OutputError: something is there that is no part of a job of this tool.
     """
-    path = Path(folder)
-    if not path.exists():
-        return []
-    if not path.is_dir():
+    if is_file(folder):
         raise OutputError(f"results folder {folder} is a file; name a folder")
     found = []
-    for name in sorted(os.listdir(path)):
-        job_id = part_owner(path / name) if (path / name).is_file() else None
+    for name in names_in(folder):
+        path = child(folder, name)
+        job_id = part_owner(path) if is_file(path) else None
         if job_id is None:
             raise OutputError(
                 f"results folder {folder} has {name}, which is no part of a job's results: "
                 "--overwrite removes nothing else; move it away or name another folder with -o"
             )
-        found.append(OwnFile(path / name, job_id))
+        found.append(OwnFile(path, job_id))
     return found
 
 
@@ -89,9 +121,9 @@ def remove_own_files(store: JobStore, files: Iterable[OwnFile]) -> int:
             continue
         if state not in FINAL_STATES:
             raise OutputError(
-                f"{files[0].path.parent} has results of job {job_id}, which is {state}: cancel it "
-                "first, or name another folder with -o"
+                f"{files[0].path} is of job {job_id}, which is {state}: cancel it first, or name "
+                "another folder with -o"
             )
     for file in files:
-        file.path.unlink()
+        remove_file(file.path)
     return len(files)

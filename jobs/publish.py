@@ -2,12 +2,14 @@
 
 Readers differ in the names they ignore, so the folder never holds anything but complete parts. A
 file is written without a name (O_TMPFILE), or in a sibling folder where the file system cannot do
-that, and linked to its name once it is on the disk.
+that, and linked to its name once it is on the disk. A store gets it as one object, made in memory,
+which appears when its upload is complete.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,9 +19,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from jobs.files import exists, is_file, names_in
 from jobs.records import RESULT_COLUMNS, Job, OutputError, Part, ResultsError
-from jobs.results import Schema, Table, blob_table, job_schema
+from jobs.remote import put
+from jobs.results import Schema, Table, blob_table, job_schema, open_parquet
 from jobs.specs import spec_to_json
+from jobs.uris import child, is_uri, parse_uri
 from kernels import __version__
 
 # Rows come from all over the job's window. Sorted in long runs and written in short groups, few
@@ -35,15 +40,17 @@ def publish_part(job: Job, part: Part, blobs: Sequence[bytes]) -> None:
 
     Raises ResultsError: a file of that name is there and is not this part.
     Raises OSError: disk full and the like, with the file's path; then nothing has appeared.
+    Raises StorageError: a store refuses or does not answer; then nothing has appeared.
     """
-    target = Path(job.results_dir) / part.name
-    if not target.exists():
+    target = child(job.results_dir, part.name)
+    if not exists(target):
         schema = blob_table(blobs[0]).schema if blobs else job_schema(job)
         facts = part_facts(job, part)
         publish_file(target, lambda sink: write_parquet(sink, blobs, schema, facts))
     check_part(target, job, part)
-    # Also where the file was found: its name may not be on the disk yet.
-    _sync_folder(target.parent)
+    if not is_uri(target):
+        # Also where the file was found: its name may not be on the disk yet.
+        _sync_folder(Path(target).parent)
 
 
 def part_facts(job: Job, part: Part) -> dict[str, str]:
@@ -56,10 +63,10 @@ def part_facts(job: Job, part: Part) -> dict[str, str]:
     }
 
 
-def check_part(path: Path, job: Job, part: Part) -> None:
+def check_part(path: str | Path, job: Job, part: Part) -> None:
     """Raise ResultsError where a file is not this part: another footer, other rows, damaged."""
     try:
-        metadata = pq.read_metadata(path)
+        metadata = _read_metadata(str(path))
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path} is in the way of part {part.number}: {error}") from error
     footer = metadata.metadata or {}
@@ -75,10 +82,15 @@ def check_part(path: Path, job: Job, part: Part) -> None:
             )
 
 
-def part_owner(path: Path) -> str | None:
+def _read_metadata(path: str) -> pq.FileMetaData:
+    with open_parquet(path) as parquet:
+        return parquet.metadata
+
+
+def part_owner(path: str | Path) -> str | None:
     """The job that a file is a part of, by its footer; None where it is no part of ours."""
     try:
-        footer = pq.read_metadata(path).metadata or {}
+        footer = _read_metadata(str(path)).metadata or {}
     except (OSError, pa.ArrowException):
         return None
     owner = footer.get(b"ntx_batch.job")
@@ -91,20 +103,21 @@ def claim_folder(folder: str | Path, job_id: str | None = None) -> None:
     job_id: None, before there is a job, wants it empty or absent, and does not create it
 
     Raises OutputError: something else is in it, or it is a file.
+    Raises StorageError: a store refuses, has not the bucket, or does not answer.
     """
-    path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise OutputError(f"results folder {path} is a file; name a folder")
+    place = str(folder)
+    if is_file(place):
+        raise OutputError(f"results folder {place} is a file; name a folder")
     ours = f"-{job_id}.parquet"
-    for name in sorted(os.listdir(path)) if path.exists() else []:
+    for name in names_in(place):
         if job_id is None or not (name.startswith("part-") and name.endswith(ours)):
             raise OutputError(
-                f"results folder {path} is not empty: it has {name}; name a new folder with -o, "
+                f"results folder {place} is not empty: it has {name}; name a new folder with -o, "
                 "or remove what other jobs wrote there with --overwrite"
             )
-    if job_id is not None and not path.exists():
-        path.mkdir(parents=True)
-        _sync_folder(path.parent)
+    if job_id is not None and not is_uri(place) and not exists(place):
+        Path(place).mkdir(parents=True)
+        _sync_folder(Path(place).parent)
 
 
 # ---- the file's content ------------------------------------------------------------------
@@ -149,13 +162,20 @@ def _write_run(writer: pq.ParquetWriter, pending: list[Table]) -> None:
 # ---- the file's name ---------------------------------------------------------------------
 
 
-def publish_file(target: Path, write: Write) -> None:
-    """Make `target` appear with what `write` writes, whole and on the disk, or not at all.
+def publish_file(place: str | Path, write: Write) -> None:
+    """Make a file appear with what `write` writes, whole and on the disk, or not at all.
 
-    Where `target` is there already, it stays as it is.
+    A file of this machine that is there already stays as it is.
 
     Raises OSError: with the path; nothing has appeared.
+    Raises StorageError: a store refuses or does not answer; nothing has appeared.
     """
+    if is_uri(place):
+        content = io.BytesIO()
+        write(content)
+        put(parse_uri(str(place)), content.getbuffer())
+        return
+    target = Path(place)
     try:
         try:
             publish_unnamed(target, write)

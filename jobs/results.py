@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,7 +30,10 @@ from jobs.records import (
     Part,
     ResultsError,
     RowBatch,
+    StorageError,
 )
+from jobs.remote import open_remote
+from jobs.uris import child, is_uri
 
 Table: TypeAlias = pa.Table
 Schema: TypeAlias = pa.Schema
@@ -234,6 +236,15 @@ def blob_table(blob: bytes) -> Table:
 # ---- reading -----------------------------------------------------------------------------
 
 
+def open_parquet(path: str) -> pq.ParquetFile:
+    """A part, of which ranges are read as they are asked for.
+
+    Raises OSError, StorageError, pyarrow.ArrowException: it cannot be read.
+    """
+    source = pa.PythonFile(open_remote(path)) if is_uri(path) else path
+    return pq.ParquetFile(source, pre_buffer=False)
+
+
 def read_results(finished: FinishedRows, *, head: int | None = None, errors: bool = False) -> Table:
     """The rows finished so far in input order; rows that a cancelled job left are `cancelled`.
 
@@ -373,10 +384,10 @@ class Results:
         return job_schema(finished.job)
 
     def _open(self, part: Part) -> pq.ParquetFile:
-        path = Path(self._job.results_dir) / part.name
+        path = child(self._job.results_dir, part.name)
         why = f"; {self._job.reason}" if self._job.reason else ""
         try:
-            parquet = pq.ParquetFile(path, pre_buffer=False)
+            parquet = open_parquet(path)
         except FileNotFoundError as error:
             raise ResultsError(f"job {self._job.id}: results part {path} is gone{why}") from error
         except (OSError, pa.ArrowException) as error:
@@ -443,7 +454,7 @@ class Results:
         try:
             with RowReader(self._job.manifest, names) as reader:
                 batches = [batch.table for _, batch in reader.read(begin, end)]
-        except DatasetError:
+        except (DatasetError, StorageError):
             # The input is gone: the rows are still there, with their numbers.
             return {}
         table = pa.Table.from_batches(batches).take(pa.array(rows - begin))

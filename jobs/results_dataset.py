@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TypeAlias
 
 import pyarrow as pa
@@ -10,7 +9,9 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from jobs.records import FinishedRows
+from jobs.remote import locate
 from jobs.results import Results, Schema, Table, blob_table
+from jobs.uris import child, is_uri, parse_uri
 
 Dataset: TypeAlias = ds.Dataset
 
@@ -31,13 +32,22 @@ def open_dataset(finished: FinishedRows) -> Dataset:
 
 
 def _stored_rows(finished: FinishedRows, schema: Schema) -> Dataset:
-    folder = Path(finished.job.results_dir)
-    paths = [str(folder / part.name) for part in finished.parts if part.num_rows]
+    folder = finished.job.results_dir
+    paths = [child(folder, part.name) for part in finished.parts if part.num_rows]
     spooled = [_of_schema(blob_table(blob), schema) for blob in finished.blobs]
     in_memory = _in_memory(pa.concat_tables([schema.empty_table(), *spooled]))
     if not paths:
         return in_memory
-    return ds.dataset([ds.dataset(paths, schema=schema, format="parquet"), in_memory])
+    return ds.dataset([_of_files(paths, schema), in_memory])
+
+
+def _of_files(paths: list[str], schema: Schema) -> Dataset:
+    if not is_uri(paths[0]):
+        return ds.dataset(paths, schema=schema, format="parquet")
+    places = [locate(parse_uri(path)) for path in paths]
+    return ds.dataset(
+        [path for _, path in places], schema=schema, format="parquet", filesystem=places[0][0]
+    )
 
 
 def _with_later_rows(stored: Dataset, finished: FinishedRows, results: Results) -> Dataset:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from engine.requests import GgufError
-from jobs.dataset import file_change
+from jobs.dataset import file_changes
+from jobs.files import exists
 from jobs.fingerprint import OnProgress, fingerprint_differences, read_full_fingerprint
 from jobs.input_files import find_files
-from jobs.records import ChangedError, DatasetError, Fingerprint, Job, Part
+from jobs.records import ChangedError, DatasetError, Fingerprint, Job, Part, StorageError
+from jobs.uris import child
 
 MAX_LISTED = 20
 
@@ -23,6 +24,7 @@ def check_unchanged_job(
     on_progress: called while the model is read; may raise to stop it
 
     Raises ChangedError: lists what differs from the submit, with both values.
+    Raises StorageError: a store refuses or does not answer, so that nobody can tell.
     """
     differences = [*_input_differences(job), *_part_differences(job, parts)]
     model = job.spec.model
@@ -47,23 +49,22 @@ def new_input_files(job: Job) -> list[str]:
         return []
     known = {file.path for file in job.manifest.files}
     try:
-        found = find_files(job.spec.input).paths
-    except DatasetError:
+        found = find_files(job.spec.input).files
+    except (DatasetError, StorageError):
         return []
-    return [str(path) for path in found if str(path) not in known]
+    return [file.path for file in found if file.path not in known]
 
 
 def _input_differences(job: Job) -> Iterator[str]:
-    for file in job.manifest.files:
-        change = file_change(file)
+    for file, change in zip(job.manifest.files, file_changes(job.manifest), strict=True):
         if change is not None:
             yield f"input file {file.path} {change}"
 
 
 def _part_differences(job: Job, parts: Iterable[Part]) -> Iterator[str]:
     for part in parts:
-        path = Path(job.results_dir) / part.name
-        if part.state == "committed" and not path.exists():
+        path = child(job.results_dir, part.name)
+        if part.state == "committed" and not exists(path):
             yield f"{path} with {part.num_rows} finished rows was there, is gone"
 
 

@@ -17,6 +17,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from jobs.files import open_file
 from jobs.formats import jsonl_file
 from jobs.formats.base import OnBadUtf8
 from jobs.formats.column_types import SeenColumns
@@ -40,7 +41,7 @@ def record_reader(manifest: Manifest, path: str, on_bad_utf8: OnBadUtf8) -> Read
     if manifest.format == "jsonl":
         return jsonl_file.read_records
     form = CsvFormat(manifest.encoding, manifest.delimiter, on_bad_utf8)
-    with open(path, "rb") as source:
+    with open_file(path) as source:
         names, first = form.read_header(source, path)
 
     def read(source: BinaryIO, start: Place) -> Iterator[Record]:
@@ -80,7 +81,7 @@ def _header_columns(manifest: Manifest, on_bad_utf8: OnBadUtf8) -> SeenColumns:
     if manifest.format == "csv":
         form = CsvFormat(manifest.encoding, manifest.delimiter, on_bad_utf8)
         for file in manifest.files:
-            with open(file.path, "rb") as source:
+            with open_file(file.path) as source:
                 names |= dict.fromkeys(form.read_header(source, file.path)[0])
     return SeenColumns((*names, *manifest.partitions))
 
@@ -88,7 +89,7 @@ def _header_columns(manifest: Manifest, on_bad_utf8: OnBadUtf8) -> SeenColumns:
 def _records(manifest: Manifest, file: InputFile, on_bad_utf8: OnBadUtf8) -> Iterator[Record]:
     read = record_reader(manifest, file.path, on_bad_utf8)
     partition = dict(zip(manifest.partitions, file.partition, strict=True))
-    with open(file.path, "rb") as source:
+    with open_file(file.path) as source:
         for record in read(source, FILE_START):
             yield replace(record, values=partition | record.values) if partition else record
 

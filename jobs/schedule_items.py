@@ -22,23 +22,23 @@ FindNew = Callable[[list[str]], set[str]]
 BLOCK_ROWS = 10_000
 
 
-def file_item(path: str, nbytes: int, mtime_ns: int) -> str:
+def file_item(path: str, nbytes: int, mtime_ns: int, etag: str | None = None) -> str:
     """How a schedule knows a file again; one that was written anew is another."""
-    return json.dumps([path, nbytes, mtime_ns])
+    return json.dumps([path, nbytes, mtime_ns] if etag is None else [path, nbytes, etag])
 
 
 def file_items(input_path: str) -> dict[str, str]:
     """The items of an input's files, each with its path. Raises NoInputError: there are none."""
     items = {}
-    for path in find_files(input_path).paths:
-        stat = path.stat()
-        items[file_item(str(path), stat.st_size, stat.st_mtime_ns)] = str(path)
+    for file in find_files(input_path).files:
+        state = file.state
+        items[file_item(file.path, state.nbytes, state.mtime_ns, state.etag)] = file.path
     return items
 
 
 def manifest_items(manifest: Manifest) -> list[str]:
     """The items of a manifest's files."""
-    return [file_item(file.path, file.nbytes, file.mtime_ns) for file in manifest.files]
+    return [file_item(file.path, file.nbytes, file.mtime_ns, file.etag) for file in manifest.files]
 
 
 @dataclass(slots=True)

@@ -17,12 +17,14 @@ from engine.planner import Workload
 from engine.tokenizer import Tokenizer
 from jobs.columns import bind_columns
 from jobs.dataset import RowReader, build_manifest, count_rows, read_schema
+from jobs.files import open_file
 from jobs.messages import WINDOW_OUTPUTS, StartJob
 from jobs.prepare import RowPreparer
 from jobs.records import JobSpec, Manifest
 from jobs.row_index import is_indexed
 from jobs.row_source import TextModel, make_preparer
 from jobs.sharing import SampledRow, Sharing, estimate_sharing
+from jobs.uris import base_name
 
 SAMPLE_ROWS = 200
 SAMPLE_PLACES = 8  # spread over the input
@@ -208,8 +210,8 @@ def _excerpt(spec: JobSpec, manifest: Manifest, folder: Path) -> tuple[Manifest,
     The last row of it may be torn, which makes it one bad row.
     """
     first = manifest.files[0]
-    path = folder / Path(first.path).name
-    with open(first.path, "rb") as source:
+    path = folder / base_name(first.path)
+    with open_file(first.path) as source:
         data = source.read(EXCERPT_NBYTES)
     if len(data) < first.nbytes:
         data = data[: data.rfind(b"\n") + 1] or data

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.records import SpecError
+from jobs.uris import is_uri
 from ntx_batch.spec import KNOWN_OPTIONS, nearest
 
 JOB_FILE_SUFFIX = ".toml"
@@ -38,7 +39,7 @@ def _resolve(file: Path, name: str, value: Any) -> Any:
             raise SpecError(f"{file}: {name} is a path, not {value!r}")
         return value
     if name in _PATHS:
-        return str(file.parent / value)
+        return value if is_uri(value) else str(file.parent / value)
     if name == "chat_template":
         return file.parent / value
     if name == "prompt_template" and value.startswith("@"):

@@ -18,6 +18,7 @@ from typing import Any
 
 from engine import EngineError
 from jobs.dataset import build_manifest
+from jobs.files import names_in
 from jobs.home import Home
 from jobs.job_log import LOG_FORMAT
 from jobs.output_folder import remove_own_files
@@ -239,8 +240,7 @@ def _is_taken(submission: Submission, after: Submission) -> bool:
     output = submission.spec.output
     if output is None or submission.overwrite or output == after.spec.output:
         return False
-    folder = Path(output)
-    return folder.is_dir() and any(folder.iterdir())
+    return bool(names_in(output))
 
 
 def read_run(spec: ScheduleSpec, *, date: str, run: int) -> Submission:

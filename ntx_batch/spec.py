@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -16,6 +15,7 @@ from typing import Any
 from engine import EngineConfig, RowError, SamplingParams
 from engine.params import params_from_mapping
 from jobs.records import JobSpec, SpecError
+from jobs.uris import absolute, is_uri, mask
 
 SAMPLING_OPTIONS = tuple(f.name for f in fields(SamplingParams) if f.name != "seed")
 ENGINE_OPTIONS = {
@@ -80,7 +80,7 @@ _UNITS = {"": 1, "b": 1} | {
 def build_spec(input: str | Path, *, model: str | Path, **options: Any) -> JobSpec:
     """Build the spec of a job from the options of `ntx-batch submit`, dashes as underscores.
 
-    input, model: paths; the spec holds them absolute
+    input, model: paths, or a URI for the input; the spec holds them absolute
     options: any of KNOWN_OPTIONS; None is the same as leaving it out
 
     Raises SpecError: an unknown option, a value of the wrong kind, or two that exclude each other.
@@ -92,8 +92,8 @@ def build_spec(input: str | Path, *, model: str | Path, **options: Any) -> JobSp
     if "row_timeout" in given:
         given["row_timeout_s"] = given.pop("row_timeout")
     spec = JobSpec(
-        input=os.path.abspath(input),
-        model=os.path.abspath(model),
+        input=absolute(input),
+        model=_model(model),
         params=_params(params),
         engine=EngineConfig(**engine),
         **given,
@@ -203,7 +203,17 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _path(name: str, value: Any) -> str:
-    return str(os.path.abspath(value))
+    return absolute(value)
+
+
+def _model(path: str | Path) -> str:
+    place = absolute(path)
+    if is_uri(place):
+        raise SpecError(
+            f"model {mask(place)} is in a store: weights are read again and again from a local "
+            "disk; copy the file there and name that"
+        )
+    return place
 
 
 def _nbytes(name: str, value: Any) -> int:

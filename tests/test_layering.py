@@ -25,6 +25,7 @@ HOMES = {
         "jobs/formats/",
         "jobs/merge.py",
         "jobs/publish.py",
+        "jobs/remote.py",
         "jobs/results.py",
         "jobs/results_dataset.py",
         "ntx_batch/report/rows.py",

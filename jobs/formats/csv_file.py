@@ -10,10 +10,10 @@ import codecs
 import csv
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO
 
 from engine import RowError
+from jobs.files import open_file
 from jobs.formats.base import OnBadUtf8
 from jobs.formats.records import (
     FILE_START,
@@ -185,9 +185,9 @@ def name_of(delimiter: str) -> str:
     return NAMES_OF_DELIMITERS.get(delimiter, delimiter)
 
 
-def find_delimiter(path: Path, encoding: str) -> str:
+def find_delimiter(path: str, encoding: str) -> str:
     """The delimiter that cuts the first rows into the most fields, evenly; else a comma."""
-    with open(path, "rb") as source:
+    with open_file(path) as source:
         head = source.read(SNIFF_NBYTES)
     _refuse_utf16(head, path)
     text = head.removeprefix(UTF8_BOM).decode(encoding, "replace")
@@ -197,7 +197,7 @@ def find_delimiter(path: Path, encoding: str) -> str:
     return max(DELIMITERS, key=lambda delimiter: _fit(lines, delimiter))
 
 
-def _refuse_utf16(head: bytes, path: Path) -> None:
+def _refuse_utf16(head: bytes, path: str) -> None:
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DatasetError(
             f"input file {path} is UTF-16; save it as UTF-8, or convert it with "

@@ -27,6 +27,8 @@ from jobs.formats.base import (
 from jobs.formats.parquet_footer import FooterMap, WindowedFile, map_footer
 from jobs.formats.utf8 import repaired_cell, repaired_column
 from jobs.records import DatasetError, InputFile
+from jobs.remote import open_remote
+from jobs.uris import is_uri
 
 READ_BUFFER_NBYTES = 1 << 20
 
@@ -39,7 +41,7 @@ class Footer:
     num_rows: int
 
 
-def read_footer(path: Path) -> Footer:
+def read_footer(path: str | Path) -> Footer:
     """Raises DatasetError: the file is not whole Parquet."""
     pieces = _map_footer(path)
     parquet = open_parquet(path, pieces, (0, 1))
@@ -50,7 +52,7 @@ def read_footer(path: Path) -> Footer:
 
 
 def open_parquet(
-    path: Path, pieces: FooterMap | None = None, window: tuple[int, int] = (0, 0)
+    path: str | Path, pieces: FooterMap | None = None, window: tuple[int, int] = (0, 0)
 ) -> pq.ParquetFile:
     """Open a file so that reading it buffers little.
 
@@ -59,21 +61,28 @@ def open_parquet(
     Raises DatasetError: the file is not whole Parquet.
     """
     try:
-        source = path if pieces is None else pa.PythonFile(WindowedFile(path, pieces, *window))
         # NOTE: without a buffer, or with pre_buffer, a whole column chunk is read into memory.
-        return pq.ParquetFile(source, buffer_size=READ_BUFFER_NBYTES, pre_buffer=False)
+        return pq.ParquetFile(
+            _source(str(path), pieces, window), buffer_size=READ_BUFFER_NBYTES, pre_buffer=False
+        )
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
 
 
-def _map_footer(path: Path) -> FooterMap | None:
+def _source(path: str, pieces: FooterMap | None, window: tuple[int, int]) -> Any:
+    if pieces is not None:
+        return pa.PythonFile(WindowedFile(path, pieces, *window))
+    return pa.PythonFile(open_remote(path)) if is_uri(path) else path
+
+
+def _map_footer(path: str | Path) -> FooterMap | None:
     try:
         return map_footer(path)
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> DatasetError:
+def _unreadable(path: str | Path, error: Exception) -> DatasetError:
     why = str(error).rstrip(".")
     return DatasetError(
         f"input file {path} cannot be read as Parquet: {why}; other formats are known by "
@@ -91,7 +100,7 @@ class ParquetReader:
         self, info: InputFile, wanted: Wanted, partition: Mapping[str, str | None]
     ) -> None:
         self.info = info
-        self._path = Path(info.path)
+        self._path = info.path
         self._wanted = wanted
         self._partition = partition
         self._pieces = _map_footer(self._path)

@@ -19,6 +19,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from jobs.files import FileState, file_state, open_unbuffered
+
 LARGE_NBYTES = 2 << 20
 WINDOW_NBYTES = 1 << 20
 _MAGIC = b"PAR1"
@@ -56,26 +58,26 @@ class FooterMap:
         return min(max(end, group + 1), self.num_groups)
 
 
-def map_footer(path: Path) -> FooterMap | None:
+def map_footer(path: str | Path) -> FooterMap | None:
     """The pieces of a large footer; None for one that Arrow may as well read whole.
 
-    Raises OSError: the file cannot be read.
+    Raises OSError, StorageError: the file cannot be read.
     """
-    stat = path.stat()
-    return _map_footer(str(path), stat.st_size, stat.st_mtime_ns)
+    return _map_footer(str(path), file_state(str(path)))
 
 
 @lru_cache(maxsize=4)
-def _map_footer(path: str, file_nbytes: int, _mtime_ns: int) -> FooterMap | None:
-    with open(path, "rb") as source:
+def _map_footer(path: str, state: FileState) -> FooterMap | None:
+    file_nbytes = state.nbytes
+    with open_unbuffered(path) as source:
         source.seek(max(0, file_nbytes - _TRAILER_NBYTES))
-        trailer = source.read(_TRAILER_NBYTES)
+        trailer = source.read(_TRAILER_NBYTES) or b""
         nbytes = int.from_bytes(trailer[:4], "little")
         begin = file_nbytes - _TRAILER_NBYTES - nbytes
         if trailer[4:] != _MAGIC or nbytes < LARGE_NBYTES or begin < 0:
             return None
         source.seek(begin)
-        footer = source.read(nbytes)
+        footer = source.read(nbytes) or b""
     try:
         return _cut(footer, begin)
     except (IndexError, ValueError):
@@ -180,21 +182,25 @@ def _skip_value(data: bytes, position: int, kind: int) -> int:
 class WindowedFile(io.RawIOBase):
     """A Parquet file whose footer has the row groups [begin, end) only."""
 
-    def __init__(self, path: Path, footer: FooterMap, begin: int, end: int) -> None:
+    def __init__(self, path: str | Path, footer: FooterMap, begin: int, end: int) -> None:
         super().__init__()
-        self._fd = os.open(path, os.O_RDONLY)
+        self._source = open_unbuffered(str(path))
         self._prefix_nbytes = footer.begin
         self._footer = self._make_footer(footer, begin, end)
         self._position = 0
 
     def _make_footer(self, footer: FooterMap, begin: int, end: int) -> bytes:
         def piece(first: int, last: int) -> bytes:
-            return os.pread(self._fd, last - first, footer.begin + first)
+            return self._read_at(last - first, footer.begin + first)
 
         window = piece(int(footer.groups[begin]), int(footer.groups[end]))
         tail = piece(int(footer.groups[-1]), footer.nbytes)
         made = piece(0, footer.list_begin) + _struct_list(end - begin) + window + tail
         return made + len(made).to_bytes(4, "little") + _MAGIC
+
+    def _read_at(self, nbytes: int, offset: int) -> bytes:
+        self._source.seek(offset)
+        return self._source.read(nbytes) or b""
 
     def readable(self) -> bool:
         return True
@@ -218,7 +224,7 @@ class WindowedFile(io.RawIOBase):
         left = max(0, self._prefix_nbytes + len(self._footer) - self._position)
         wanted = left if nbytes is None or nbytes < 0 else min(nbytes, left)
         here = min(wanted, max(0, self._prefix_nbytes - self._position))
-        data = os.pread(self._fd, here, self._position)
+        data = self._read_at(here, self._position)
         if len(data) == here:
             first = self._position + here - self._prefix_nbytes
             data += self._footer[first : first + wanted - here]
@@ -227,7 +233,7 @@ class WindowedFile(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            os.close(self._fd)
+            self._source.close()
         super().close()
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from engine import RowError
+from jobs.files import open_file
 from jobs.formats.base import BATCH_NBYTES, MAX_BATCH_ROWS, InputBatch, RowValues, Wanted
 from jobs.formats.column_types import to_arrow
 from jobs.formats.records import Place, Record
@@ -41,7 +42,7 @@ class TextReader:
         self._partition = partition
         self._read_records = read_records
         self._places = places
-        self._source = open(info.path, "rb")  # noqa: SIM115
+        self._source = open_file(info.path)
 
     def close(self) -> None:
         self._source.close()
