@@ -12,6 +12,7 @@ from engine.plan import Budget
 from engine.requests import EngineConfig
 from engine.sizes import ModelSizes, Part
 from engine.ways import Way
+from kernels.ops import STAGED_LAYERS
 
 RING_PARCELS = 4  # of the largest size: one in use, the others coming
 LINK_RING_PARCELS = 3  # a link is steadier than a disk
@@ -29,6 +30,11 @@ def activations_nbytes(
 def row_activations_nbytes(hparams: Hparams) -> int:
     """Of the work buffers, what each row on board takes: its logits and what they come from."""
     return 4 * (hparams.hidden + hparams.vocab_size)
+
+
+def kv_staging_nbytes(sizes: ModelSizes, host_kv_pages: int) -> int:
+    """Bytes of the device's memory that KV pages in host memory pass through."""
+    return STAGED_LAYERS * -(-host_kv_pages * sizes.page_nbytes // len(sizes.layers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,8 @@
 Every row has the mean prompt and the mean output, and takes over from others what rows do in the
 mean; the rest of its prompt is computed. A sweep takes as long as the slowest of
 computing, the link and the disk: they run side by side, and a sweep that streams waits for its
-bytes however few rows are left. Of a long job the first generations of rows are run through; the
+bytes however few rows are left. KV pages beyond those on the device come over the link as well, in
+each sweep that reads them. Of a long job the first generations of rows are run through; the
 rest go on at the pace that they have come to.
 """
 
@@ -18,6 +19,7 @@ from kernels.ops import PAGE_TOKENS
 
 GENERATIONS = 6  # of rows on board that are run through; the later half shows the pace
 COMPUTE = "compute"
+HALF_PAGE = 0.5  # of a row's last page is empty in the mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,10 +62,14 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Board:
-    """What limits a sweep: its most tokens, and the most rows on board."""
+    """What limits a sweep: its most tokens, and the most rows on board.
+
+    kv_pages: on the device, which rows take before others
+    """
 
     sweep_tokens: int
     max_rows: int
+    kv_pages: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,17 +78,21 @@ class Pace:
 
     cost: their computing
     streams: seconds of a sweep by the name of what streams, "disk" or "link"
+    host_page_s: more on the link for each KV page in host memory that a sweep reads
     kept: share of what streams that is kept in memory, by (rows on board, sweeps until the last
         of them has ended), at a job's end, when no row waits
     """
 
     cost: SweepCost
     streams: Mapping[str, float]
+    host_page_s: float = 0.0
     kept: Callable[[int, int], float] | None = None
 
-    def sweep_s(self, load: Load, kept: float = 0.0) -> tuple[float, str]:
+    def sweep_s(self, load: Load, kept: float = 0.0, host_pages: float = 0.0) -> tuple[float, str]:
         """Seconds of a sweep, and what they are spent on."""
         taken = {name: seconds * (1 - kept) for name, seconds in self.streams.items()}
+        if host_pages:
+            taken["link"] += host_pages * self.host_page_s
         taken[COMPUTE] = self.cost.compute_s(load)
         name = max(taken, key=lambda name: taken[name])
         return taken[name], name
@@ -90,7 +100,11 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Sums over a job's sweeps. limited_s: seconds by what they are spent on"""
+    """Sums over a job's sweeps.
+
+    host_pages: KV pages in host memory that they read
+    limited_s: seconds by what they are spent on
+    """
 
     num_sweeps: float
     seconds: float
@@ -98,6 +112,7 @@ class Forecast:
     outputs: float
     decode_positions: float
     prefill_positions: float
+    host_pages: float
     limited_s: Mapping[str, float]
 
     def extended(self, earlier: Forecast, times: float) -> Forecast:
@@ -114,6 +129,7 @@ class Forecast:
             more(self.outputs, earlier.outputs),
             more(self.decode_positions, earlier.decode_positions),
             more(self.prefill_positions, earlier.prefill_positions),
+            more(self.host_pages, earlier.host_pages),
             {n: more(self.limited_s.get(n, 0.0), earlier.limited_s.get(n, 0.0)) for n in names},
         )
 
@@ -141,6 +157,7 @@ class _Run:
     def __init__(self, work: Workload, num_rows: int, board: Board, pace: Pace) -> None:
         self._prompt, self._output = work.whole_prompt, work.whole_output
         self._computed = work.whole_computed  # of a prompt
+        self._shared_pages = work.reused_pages
         self._board, self._pace = board, pace
         self._waiting = num_rows
         self._prefilling = 0
@@ -149,7 +166,7 @@ class _Run:
         self._attended = 0  # positions that the decoding rows attend to in the next sweep
         self._leaving: deque[tuple[int, int]] = deque()  # (after so many sweeps, rows)
         self._sweeps = 0
-        self._sums = [0.0] * 5
+        self._sums = [0.0] * 6
         self._limited_s: dict[str, float] = {}
 
     def forecast(self) -> Forecast:
@@ -160,8 +177,16 @@ class _Run:
             else:
                 self._decode_until_rows_leave()
             self._leave()
-        seconds, tokens, outputs, decoded, prefilled = self._sums
-        return Forecast(self._sweeps, seconds, tokens, outputs, decoded, prefilled, self._limited_s)
+        return Forecast(
+            num_sweeps=self._sweeps,
+            seconds=self._sums[0],
+            tokens=self._sums[1],
+            outputs=self._sums[2],
+            decode_positions=self._sums[3],
+            prefill_positions=self._sums[4],
+            host_pages=self._sums[5],
+            limited_s=self._limited_s,
+        )
 
     def _admit(self) -> None:
         pending = self._decoding + self._prefilling * self._computed - self._done
@@ -182,7 +207,9 @@ class _Run:
         tokens, outputs = self._decoding + num_tokens, self._decoding + rows
         # A prompt of which one token is computed is like a row that decodes: `load_of`.
         single = attended if self._computed == 1 else 0
-        self._count(1, Load(tokens, self._attended + single, attended - single, outputs))
+        host_pages = self._host_pages(self._attended, self._done)
+        load = Load(tokens, self._attended + single, attended - single, outputs)
+        self._count(1, load, host_pages)
         self._attended += self._decoding
         self._done = end - rows * self._computed
         self._prefilling -= rows
@@ -195,7 +222,7 @@ class _Run:
         """Sweeps that are alike but for their positions: those of the middle one, so many times."""
         rows, times = self._decoding, self._leaving[0][0] - self._sweeps
         middle = self._attended + rows * (times - 1) / 2
-        self._count(times, Load(rows, middle, 0.0, rows))
+        self._count(times, Load(rows, middle, 0.0, rows), self._host_pages(middle, 0))
         self._attended += rows * times
 
     def _leave(self) -> None:
@@ -204,14 +231,24 @@ class _Run:
             self._decoding -= rows
             self._attended -= rows * (self._prompt + self._output)
 
-    def _count(self, times: int, load: Load) -> None:
-        seconds, name = self._pace.sweep_s(load, self._kept())
+    def _host_pages(self, attended: float, done: int) -> float:
+        """Pages beyond the device's that a sweep reads. done: tokens of a prompt begun before it"""
+        if not self._pace.host_page_s:
+            return 0.0
+        rows = self._decoding + (done > 0)
+        own = (attended + done) / PAGE_TOKENS + HALF_PAGE * rows
+        held = own - max(0, rows - 1) * self._shared_pages
+        return max(0.0, held - self._board.kv_pages)
+
+    def _count(self, times: int, load: Load, host_pages: float) -> None:
+        seconds, name = self._pace.sweep_s(load, self._kept(), host_pages)
         amounts = (
             seconds,
             load.tokens,
             load.outputs,
             load.decode_positions,
             load.prefill_positions,
+            host_pages,
         )
         for index, amount in enumerate(amounts):
             self._sums[index] += times * amount

@@ -4,7 +4,8 @@ A sweep takes max(S / W, C): S bytes streamed over W bytes/s, C seconds of compu
 all weights and more for each token. Rows on board are limited by KV memory, so where the model
 does not fit, every number of resident layers and every sweep budget is tried, and the pair with
 the shortest job by a formula wins, unless by the forecast a neighbour of it does. Of what streams,
-host memory keeps as much as it holds.
+host memory keeps as much as it holds; what it has left may hold KV pages, for more rows on board,
+which travel with the weights: sweeps get longer, and there are fewer of them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from engine.division import (
     Divider,
     Placed,
     activations_nbytes,
+    kv_staging_nbytes,
     row_activations_nbytes,
 )
 from engine.forecast import Workload
@@ -26,8 +28,8 @@ from engine.plan import FIXED_NBYTES, Budget, Plan
 from engine.prediction import Predictor
 from engine.requests import EngineConfig, MemoryBudgetError
 from engine.sizes import ModelSizes, Part
-from engine.ways import SWEEP_TOKENS_TRIED, Way, Ways
-from kernels.ops import shares_partial_pages
+from engine.ways import SWEEP_TOKENS_TRIED, Way, Ways, way_of
+from kernels.ops import STAGED_LAYERS, shares_partial_pages
 
 __all__ = [
     "DEFAULT_RATES",
@@ -51,7 +53,7 @@ MAX_MOVES = 12  # from neighbour to neighbour; each must pay
 class _Need:
     """The least bytes of the device's memory that one way takes.
 
-    work: buffers, without those of rows; rows: of one row
+    work: buffers, without those of rows; rows: of one row; staging: of KV pages in host memory
     """
 
     weights: int
@@ -59,10 +61,11 @@ class _Need:
     work: int
     rows: int
     kv: int
+    staging: int
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.ring + self.work
+        return self.weights + self.ring + self.work + self.staging
 
     @property
     def total(self) -> int:
@@ -96,6 +99,15 @@ class Planner:
         self._predictor = Predictor(sizes, rates, work)
         # Of rows that nobody has seen, any number may be on board.
         seen = workload is not None
+        self._may_travel = (
+            seen
+            and config.host_kv == "auto"
+            and config.kv_memory_nbytes is None
+            and config.expand != "always"
+            and budget.host_nbytes is not None
+            and rates.link_nbytes_per_s is not None
+        )
+        self._useful_pages = work.num_rows * self._predictor.row_pages
         self._row_pages = self._predictor.row_pages if seen else 1
         self._shared_pages = self._predictor.shared_pages if seen else 0.0
         self._held_pages = max(self._row_pages, pages_for(work.longest_tokens))
@@ -120,30 +132,78 @@ class Planner:
             plans = self._plans()
         if not plans:
             raise MemoryBudgetError(self._refusal())
-        return self._settled(self._shortest(plans, [self.estimated_job_s(plan) for plan in plans]))
+        best = self._settled(self._shortest(plans))
+        travelling = self._travelling() if best.streams else None
+        return self._shorter(best, self._settled(travelling)) if travelling else best
 
     def _plans(self) -> list[Plan]:
         return self._fitting(self.ways.all(self._fits))
 
+    def _travelling(self) -> Plan | None:
+        """The shortest with KV pages in host memory, by the forecast, of one for each sweep budget.
+
+        The formula knows little of how rows come on board, which long sweeps are for.
+        """
+        by_sweep: dict[int, list[Plan]] = {}
+        for plan in self._fitting(self.ways.with_host_kv(self._most_host_pages)):
+            by_sweep.setdefault(plan.sweep_tokens, []).append(plan)
+        found = [self.predicted(self._shortest(plans)) for plans in by_sweep.values()]
+        return min(found, key=_job_s, default=None)
+
     def _fitting(self, ways: Iterable[Way]) -> list[Plan]:
         return [plan for way in ways if (plan := self.plan_of(way)) is not None]
 
-    def _shortest(self, plans: Sequence[Plan], job_s: Sequence[float]) -> Plan:
+    def _shortest(self, plans: Sequence[Plan]) -> Plan:
+        """By the formula; of those as good, what streams least and takes the least host memory."""
+        job_s = [self.estimated_job_s(plan) for plan in plans]
         enough = AS_GOOD * min(job_s)
         good = [found for found in zip(plans, job_s, strict=True) if found[1] <= enough]
-        best, _ = min(good, key=lambda found: (found[0].streamed_nbytes, found[1]))
-        return best
+
+        def taken(found: tuple[Plan, float]) -> tuple[int, int, float]:
+            plan, seconds = found
+            return plan.streamed_nbytes, plan.host_kv_pages, seconds
+
+        return min(good, key=taken)[0]
 
     def _settled(self, plan: Plan) -> Plan:
         """The plan with its predictions, or one near it that by these is shorter for certain."""
         plan = self.predicted(plan)
         for _ in range(MAX_MOVES):
-            near = [self.predicted(found) for found in self._fitting(self.ways.near(plan))]
-            shortest = min(near, key=_job_s, default=plan)
-            if _job_s(shortest) * AS_GOOD >= _job_s(plan):
+            ways = self.ways.near(plan)
+            if plan.host_kv_pages:
+                ways += self.other_host_kv(plan)
+            near = [self.predicted(found) for found in self._fitting(ways)]
+            shortest = self._shorter(plan, min(near, key=_job_s, default=plan))
+            if shortest is plan:
                 break
             plan = shortest
         return plan
+
+    def _shorter(self, plan: Plan, other: Plan) -> Plan:
+        """The other one where its predicted job is shorter for certain."""
+        return other if _job_s(other) * AS_GOOD < _job_s(plan) else plan
+
+    def other_host_kv(self, plan: Plan) -> list[Way]:
+        """With other numbers of KV pages in host memory; none of them with none."""
+        way = way_of(plan)
+        return self.ways.other_host_kv(way, self._most_host_pages(way))
+
+    def _most_host_pages(self, way: Way) -> int:
+        """KV pages that host memory and the device leave room for, and that rows could fill."""
+        placed = self._place(way)
+        if (
+            not self._may_travel
+            or placed is None
+            or placed.disk_nbytes
+            or not placed.streamed_nbytes
+        ):
+            return 0
+        budget, page_nbytes = self._budget, self._sizes.page_nbytes
+        assert budget.host_nbytes is not None
+        in_host = (budget.host_nbytes - placed.host_nbytes) // page_nbytes
+        room_nbytes = budget.device_nbytes - self._need(way, placed, 0).total
+        staged = room_nbytes * len(self._sizes.layers) // (STAGED_LAYERS * page_nbytes) - 1
+        return max(0, min(in_host, staged, self._useful_pages))
 
     def predicted(self, plan: Plan, cost: SweepCost | None = None) -> Plan:
         """A plan made otherwise, with the predictions of these rates and this workload.
@@ -177,7 +237,8 @@ class Planner:
         """
         if kv_pages < self._held_pages:
             return None, f"a row may take {self._held_pages} pages"
-        max_rows = max(1, min(plan.sweep_tokens, plan.max_rows * kv_pages // plan.kv_pages))
+        num_pages = kv_pages + plan.host_kv_pages
+        max_rows = max(1, min(plan.sweep_tokens, plan.max_rows * num_pages // plan.total_kv_pages))
         row_nbytes = row_activations_nbytes(self._hparams) + self._sizes.row_nbytes
         changed = replace(
             plan,
@@ -199,7 +260,8 @@ class Planner:
             if host_nbytes is not None and host_nbytes < least:
                 return f"host memory of {host_nbytes:,} bytes passes nothing on; {least:,} would"
             return "the ring holds no whole layer"
-        over_nbytes = self._need(way, placed).total - self._budget.device_nbytes
+        need = self._need(way, placed, way.host_kv_pages)
+        over_nbytes = need.total - self._budget.device_nbytes
         return f"{over_nbytes:,} bytes more than there are"
 
     @property
@@ -214,10 +276,11 @@ class Planner:
         placed = self._place(way)
         if placed is None:
             return None
-        need = self._need(way, placed)
+        host_kv_pages = way.host_kv_pages and min(way.host_kv_pages, self._most_host_pages(way))
+        need = self._need(way, placed, host_kv_pages)
         if need.total > self._budget.device_nbytes:
             return None
-        max_rows, kv_pages = self._rows_and_pages(way, need)
+        max_rows, kv_pages = self._rows_and_pages(way, need, host_kv_pages)
         work_nbytes = need.work + max_rows * need.rows
         return Plan(
             expand=way.expand,
@@ -234,7 +297,9 @@ class Planner:
             disk_nbytes=placed.disk_nbytes,
             host=placed.host,
             head_in_host=placed.head_in_host,
-            host_nbytes=placed.host_nbytes,
+            host_nbytes=placed.host_nbytes + host_kv_pages * self._sizes.page_nbytes,
+            host_kv_pages=host_kv_pages,
+            kv_staging_nbytes=need.staging,
         )
 
     def _place(self, way: Way) -> Placed | None:
@@ -243,7 +308,7 @@ class Planner:
             self._placed[key] = self._divider.place(way)
         return self._placed[key]
 
-    def _need(self, way: Way, placed: Placed) -> _Need:
+    def _need(self, way: Way, placed: Placed, host_kv_pages: int) -> _Need:
         budget, tokens = self._budget, way.sweep_tokens
         return _Need(
             weights=placed.weights_nbytes,
@@ -255,10 +320,11 @@ class Planner:
             + budget.scratch_nbytes(tokens),
             rows=row_activations_nbytes(self._hparams) + self._sizes.row_nbytes,
             kv=self._config.kv_memory_nbytes or self._held_pages * self._sizes.page_nbytes,
+            staging=kv_staging_nbytes(self._sizes, host_kv_pages),
         )
 
-    def _rows_and_pages(self, way: Way, need: _Need) -> tuple[int, int]:
-        """Most rows on board and KV pages, out of what the rest of the memory leaves."""
+    def _rows_and_pages(self, way: Way, need: _Need, host_kv_pages: int) -> tuple[int, int]:
+        """Most rows on board and KV pages on the device, out of what its other parts leave."""
         page_nbytes, asked = self._sizes.page_nbytes, self._config.kv_memory_nbytes
         left_nbytes = self._budget.device_nbytes - need.fixed
         shared_nbytes = self._shared_pages * page_nbytes
@@ -270,8 +336,10 @@ class Planner:
             share = self._config.memory_nbytes or self._has_host_tier
             left_nbytes = left_nbytes if share else max(left_nbytes // 2, need.rows + need.kv)
             most_kv_nbytes = left_nbytes if self._has_host_tier else DEFAULT_KV_NBYTES
-            rows = (left_nbytes - shared_nbytes) / (row_kv_nbytes + SPARE_ROWS * need.rows)
-            rows = min(rows, (most_kv_nbytes - shared_nbytes) / row_kv_nbytes)
+            all_nbytes = left_nbytes + host_kv_pages * page_nbytes
+            rows = (all_nbytes - shared_nbytes) / (row_kv_nbytes + SPARE_ROWS * need.rows)
+            most_nbytes = most_kv_nbytes + host_kv_pages * page_nbytes
+            rows = min(rows, (most_nbytes - shared_nbytes) / row_kv_nbytes)
         room = (left_nbytes - need.kv) // need.rows
         max_rows = max(1, min(way.sweep_tokens, room, int(SPARE_ROWS * rows)))
         kv_nbytes = max(need.kv, min(most_kv_nbytes, left_nbytes - max_rows * need.rows))
@@ -288,7 +356,7 @@ class Planner:
         placed = [(way, found) for way in ways if (found := self._place(way)) is not None]
         if not placed:
             return self._host_refusal()
-        need = min((self._need(*each) for each in placed), key=lambda need: need.total)
+        need = min((self._need(*each, 0) for each in placed), key=lambda need: need.total)
         given = config.memory_nbytes is not None and config.memory_nbytes <= budget.device_nbytes
         kv = "asked for" if config.kv_memory_nbytes else f"a row of {self._held_pages} pages"
         return (

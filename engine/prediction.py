@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.costs import Load, Rates, SweepCost
 from engine.drain import layers_worth_keeping
-from engine.forecast import Board, Forecast, Pace, Workload, forecast
+from engine.forecast import HALF_PAGE, Board, Forecast, Pace, Workload, forecast
 from engine.kv_cache import pages_for
 from engine.plan import Plan
 from engine.scheduler import SPARE_SWEEPS
@@ -28,6 +28,7 @@ class Predictor:
     Rows on board follow each other in the order of their prompts, and each but the first finds R
     pages that those before it hold: r rows of P pages hold r·(P - R) + R. They are of all ages, so
     P is what a row holds halfway, with the page that it grows into and what stays free beside it.
+    Pages that the device has no room for travel in each sweep.
     """
 
     def __init__(self, sizes: ModelSizes, rates: Rates, work: Workload) -> None:
@@ -42,9 +43,13 @@ class Predictor:
     @property
     def mean_pages(self) -> float:
         """KV pages to be counted for a row alone, over its time on board."""
+        growth = SPARE_SWEEPS / PAGE_TOKENS
+        return min(float(self.row_pages), self._halfway_pages + growth)
+
+    @property
+    def _halfway_pages(self) -> float:
         halfway = self._work.whole_prompt + self._work.whole_output / 2
-        growth = 0.5 + SPARE_SWEEPS / PAGE_TOKENS
-        return min(float(self.row_pages), halfway / PAGE_TOKENS + growth)
+        return halfway / PAGE_TOKENS + HALF_PAGE
 
     @property
     def shared_pages(self) -> float:
@@ -59,7 +64,13 @@ class Predictor:
     def estimated_job_s(self, plan: Plan) -> float:
         """Seconds of the job by the formula."""
         num_sweeps, load = self._mean_sweep(plan)
-        return num_sweeps * self._pace(plan, self._cost(plan.expand)).sweep_s(load)[0]
+        pace = self._pace(plan, self._cost(plan.expand))
+        host_pages = 0.0
+        if plan.host_kv_pages:
+            shared = self.shared_pages
+            held = load.outputs * (self._halfway_pages - shared) + shared
+            host_pages = max(0.0, held - plan.kv_pages)
+        return num_sweeps * pace.sweep_s(load, host_pages=host_pages)[0]
 
     def predict(self, plan: Plan, cost: SweepCost | None = None) -> dict[str, Any]:
         """What a plan gives over the whole of the work.
@@ -70,27 +81,39 @@ class Predictor:
         kv_rows: that the KV cache holds at once
         computed_prompt_tokens: of a row, in the mean
         sweep_used_tokens: mean tokens of a sweep
+        host_kv_pages: KV pages in host memory that the mean sweep reads
         tokens_at_balance: T*, tokens at which computing catches up with what streams
         disk_s, link_s, compute_s: of the mean sweep: reading, copying to the device, computing;
-            pass_s of that whatever the tokens, token_s more for each
+            host_kv_s of link_s for KV pages, pass_s of compute_s whatever the tokens, token_s more
+            for each
         sweep_s, num_sweeps, tokens_per_s (output), job_s
         limited_by: what most of the time is spent on, "compute", "disk" or "link"
         """
         cost = cost or self._cost(plan.expand)
         work, pace = self._work, self._pace(plan, cost)
         rows, rows_limited_by = self._rows_on_board(plan)
-        board = Board(sweep_tokens=plan.sweep_tokens, max_rows=self._most_rows(plan))
+        board = Board(
+            sweep_tokens=plan.sweep_tokens,
+            max_rows=self._most_rows(plan),
+            kv_pages=plan.kv_pages,
+        )
         found = forecast(work, board, pace)
-        mean = _mean_load(found)
+        mean, host_pages = _mean_load(found), found.host_pages / found.num_sweeps
+        host_kv_s = host_pages * pace.host_page_s
+        streams = dict(pace.streams)
+        if host_kv_s:
+            streams["link"] += host_kv_s
         pass_s, compute_s = cost.compute_s(Load(0, 0, 0, 0)), cost.compute_s(mean)
         return {
             "rows_on_board": int(rows),
             "rows_limited_by": rows_limited_by,
-            "kv_rows": self.rows_in(plan.kv_pages),
+            "kv_rows": self.rows_in(plan.total_kv_pages),
+            "host_kv_pages": round(host_pages, 1),
             "computed_prompt_tokens": round(self._computed_tokens, 1),
             "sweep_used_tokens": round(mean.tokens, 1),
-            "tokens_at_balance": round(_balance(cost, mean, max(pace.streams.values())), 1),
-            **{f"{name}_s": seconds for name, seconds in pace.streams.items()},
+            "tokens_at_balance": round(_balance(cost, mean, max(streams.values())), 1),
+            **{f"{name}_s": seconds for name, seconds in streams.items()},
+            "host_kv_s": host_kv_s,
             "compute_s": compute_s,
             "pass_s": pass_s,
             "token_s": (compute_s - pass_s) / mean.tokens,
@@ -130,7 +153,19 @@ class Predictor:
 
         # Pages of a device's pool do not come free one by one.
         drains = bool(streamed) and self._rates.link_nbytes_per_s is None
-        return Pace(cost=cost, streams=streams, kept=kept if drains else None)
+        return Pace(
+            cost=cost,
+            streams=streams,
+            host_page_s=self._host_page_s(plan),
+            kept=kept if drains else None,
+        )
+
+    def _host_page_s(self, plan: Plan) -> float:
+        """Seconds on the link of a KV page in host memory."""
+        if not plan.host_kv_pages:
+            return 0.0
+        assert self._rates.link_nbytes_per_s is not None
+        return self._sizes.page_nbytes / self._rates.link_nbytes_per_s
 
     def _mean_sweep(self, plan: Plan) -> tuple[float, Load]:
         """Number of sweeps by the formula, and what each carries then."""
@@ -157,14 +192,14 @@ class Predictor:
         return max(min(1.0, work.prompt_tokens), work.prompt_tokens - work.reused_tokens)
 
     def _most_rows(self, plan: Plan) -> int:
-        return max(1, min(self.rows_in(plan.kv_pages), plan.max_rows))
+        return max(1, min(self.rows_in(plan.total_kv_pages), plan.max_rows))
 
     def _rows_on_board(self, plan: Plan) -> tuple[float, str]:
         _, output = self._tokens
         refilled = plan.sweep_tokens * output / max(1.0, self._computed_tokens + output)
         limits = {
             "rows": float(self._work.num_rows),
-            "kv": float(self.rows_in(plan.kv_pages)),
+            "kv": float(self.rows_in(plan.total_kv_pages)),
             "sweep": min(refilled, float(plan.max_rows)),
         }
         name = min(limits, key=lambda name: limits[name])

@@ -12,21 +12,30 @@ from engine.sizes import ModelSizes
 DEFAULT_SWEEP_TOKENS = 512
 SWEEP_TOKENS_TRIED = (64, 128, 256, 512, 1024, 2048)
 DEVICE_SWEEP_TOKENS_TRIED = (*SWEEP_TOKENS_TRIED, 1536, 2560, 3072, 4096)  # beside a host tier
+LONG_SWEEP_TOKENS_TRIED = (5120, 6144, 8192)  # where KV pages travel, and sweeps take longer
+HOST_KV_PARTS = 8  # steps in which host memory is given to KV pages
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to divide the memory."""
+    """One way to divide the memory. host_kv_pages: KV pages in host memory, if there is room"""
 
     expand: bool
     num_resident: int
     head_resident: bool
     sweep_tokens: int
+    host_kv_pages: int = 0
 
 
 def way_of(plan: Plan) -> Way:
     """The way that a plan follows."""
-    return Way(plan.expand, sum(plan.resident), plan.head_resident, plan.sweep_tokens)
+    return Way(
+        plan.expand,
+        sum(plan.resident),
+        plan.head_resident,
+        plan.sweep_tokens,
+        plan.host_kv_pages,
+    )
 
 
 class Ways:
@@ -79,8 +88,21 @@ class Ways:
             for head_resident in (True, False) if self._sizes.head else (True,):
                 yield Way(False, num_resident, head_resident, sweep_tokens)
 
+    def with_host_kv(self, most_pages: Callable[[Way], int]) -> Iterator[Way]:
+        """Those with KV pages in host memory, too: a quarter of the most, and more of it.
+
+        most_pages: that a way leaves room for; none where nothing streams to a device
+        """
+        asked = self._config.sweep_tokens
+        tried = (*self._sweeps_tried, *LONG_SWEEP_TOKENS_TRIED) if asked is None else (asked,)
+        for sweep_tokens in tried:
+            for way in self.divisions(sweep_tokens):
+                most = most_pages(way)
+                sizes = {-(-most * part // HOST_KV_PARTS) for part in (2, 4, 6, 8)} - {0}
+                yield from (replace(way, host_kv_pages=pages) for pages in sorted(sizes))
+
     def near(self, plan: Plan) -> list[Way]:
-        """Those a planner may take that differ from a plan's in one decision.
+        """Those a planner may take that differ from a plan's in one decision; see `other_host_kv`.
 
         None where all of the weights fit, on a machine where that settles everything.
         """
@@ -99,13 +121,25 @@ class Ways:
     def other_heads(self, way: Way) -> list[Way]:
         return [replace(way, head_resident=not way.head_resident)] if self._sizes.head else []
 
+    def other_host_kv(self, way: Way, most_pages: int) -> list[Way]:
+        """With an eighth or a quarter of the most KV pages in host memory more or less.
+
+        most_pages: that the way leaves room for
+        """
+        step = -(-most_pages // HOST_KV_PARTS)
+        sizes = {way.host_kv_pages + step * part for part in (-2, -1, 1, 2)}
+        sizes = {min(pages, most_pages) for pages in sizes if pages > 0}
+        return [replace(way, host_kv_pages=n) for n in sorted(sizes - {0, way.host_kv_pages})]
+
     def other_sweeps(self, way: Way) -> list[Way]:
         """As `neighbouring_sweeps`; none where they are asked for."""
         return [] if self._config.sweep_tokens is not None else self.neighbouring_sweeps(way)
 
     def neighbouring_sweeps(self, way: Way) -> list[Way]:
         """With the next smaller and the next larger sweeps that are ever tried."""
-        tried = sorted(self._sweeps_tried)
+        tried = sorted(
+            [*self._sweeps_tried, *(LONG_SWEEP_TOKENS_TRIED if way.host_kv_pages else ())]
+        )
         smaller = [n for n in tried if n < way.sweep_tokens][-1:]
         larger = [n for n in tried if n > way.sweep_tokens][:1]
         return [replace(way, sweep_tokens=n) for n in (*smaller, *larger)]

@@ -7,9 +7,10 @@ Real are the plan, admission, the composition of sweeps, KV pages with their reu
 of rows. A sweep takes the longer of what streams and what computes. The model's header is all that
 is read of it: `scripts.synth_gguf --hollow` makes one of any shape. One line for each plan:
 
-    plan      resident layers + head, sweep tokens, KV pages, most rows
+    plan      resident layers + head, sweep tokens, KV pages + those in host memory, most rows
     sweeps    of the whole job; sweep s: the mean
     board     mean rows on board
+    host      KV pages that come from host memory in the mean sweep
     link      share of the job in which what streams is on its way; 1 is a full link
     tok/s     generated
     prompt    tokens computed + tokens reused
@@ -83,6 +84,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--costs", type=Path, required=True, help="of sweeps: scripts/simulated_machine.py"
     )
     parser.add_argument("--memory", type=_size, help="of the device, such as 24GiB")
+    parser.add_argument("--host-memory", type=_size, help="pinned, less than the machine has")
+    parser.add_argument("--host-kv", choices=["auto", "never"], default="auto")
     parser.add_argument("--kv-memory", type=_size, help="of that, for the KV cache")
     parser.add_argument("--kv-type", choices=["f32", "f16", "int8"], default="f16")
     parser.add_argument("--sweep-tokens", type=int, help="most tokens of a sweep")
@@ -108,6 +111,8 @@ def simulate(options: argparse.Namespace) -> Iterator[Simulated]:
     config = EngineConfig(
         kv_type=options.kv_type,
         memory_nbytes=options.memory,
+        host_memory_nbytes=options.host_memory,
+        host_kv=options.host_kv,
         kv_memory_nbytes=options.kv_memory,
         sweep_tokens=options.sweep_tokens,
     )

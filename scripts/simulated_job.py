@@ -23,11 +23,17 @@ END_ID = LOWEST_ID + 1
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """num_board: rows on board; num_rows, num_tokens: that rode along; seconds: it took"""
+    """One sweep.
+
+    num_board: rows on board; num_rows, num_tokens: that rode along
+    host_pages: KV pages that were copied from host memory
+    seconds: it took
+    """
 
     num_board: int
     num_rows: int
     num_tokens: int
+    host_pages: int
     seconds: float
 
 
@@ -60,6 +66,10 @@ class Outcome:
     @property
     def mean_board(self) -> float:
         return sum(sweep.num_board for sweep in self.sweeps) / len(self.sweeps)
+
+    @property
+    def mean_host_pages(self) -> float:
+        return sum(sweep.host_pages for sweep in self.sweeps) / len(self.sweeps)
 
     @property
     def tokens_per_s(self) -> float:
@@ -156,9 +166,11 @@ def run_job(
 
 def _count(outcome: Outcome, engine: Engine, num_board: int, pace: Pace | None) -> None:
     record = engine.sweeps.recent[-1]
+    host_pages = record.kv_in_nbytes // engine.kv_page_nbytes
     if pace is None:
         seconds, name = record.seconds, "measured"
     else:
-        seconds, name = pace.sweep_s(record.load)
-    outcome.sweeps.append(Sweep(num_board, record.num_rows, record.num_tokens, seconds))
+        seconds, name = pace.sweep_s(record.load, host_pages=host_pages)
+    sweep = Sweep(num_board, record.num_rows, record.num_tokens, host_pages, seconds)
+    outcome.sweeps.append(sweep)
     outcome.limited_s[name] = outcome.limited_s.get(name, 0.0) + seconds

@@ -9,7 +9,8 @@ A file of costs is JSON, all seconds and bytes:
      "link_nbytes_per_s": 5.52e10,              null: weights stream from the disk
      "disk_nbytes_per_s": 2e9,
      "device_nbytes": 2.5e10, "host_nbytes": 6.4e10,
-     "fixed_nbytes": 1e9, "scratch_nbytes": 5e8}
+     "fixed_nbytes": 1e9, "scratch_nbytes": 5e8,  of the device
+     "scratch_token_nbytes": 6e4}                 more for each token of a sweep
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Machine:
     host_nbytes: float | None = None
     fixed_nbytes: float = FIXED_NBYTES
     scratch_nbytes: float = 0.0
+    scratch_token_nbytes: float = 0.0
 
     @classmethod
     def read(cls, path: Path) -> Machine:
@@ -70,18 +72,27 @@ class Machine:
         streams = {"disk": plan.disk_nbytes / self.disk_nbytes_per_s}
         if self.link_nbytes_per_s is not None:
             streams["link"] = plan.streamed_nbytes / self.link_nbytes_per_s
-        return Pace(cost=self.cost, streams=streams)
+        host_page_s = 0.0
+        if plan.host_kv_pages:
+            assert self.link_nbytes_per_s is not None
+            host_page_s = plan.kv_nbytes / plan.kv_pages / self.link_nbytes_per_s
+        return Pace(cost=self.cost, streams=streams, host_page_s=host_page_s)
 
-    def budget(self, memory_nbytes: int | None) -> Budget:
-        """memory_nbytes: most of the device's, where less than all of it"""
-        is_device = self.host_nbytes is not None
-        scratch_nbytes = round(self.scratch_nbytes)
+    def budget(self, memory_nbytes: int | None, host_memory_nbytes: int | None = None) -> Budget:
+        """Most of the device's memory, and of pinned memory, where less than all of it."""
+        host_nbytes = self.host_nbytes
+        if host_nbytes is not None:
+            host_nbytes = round(min(host_nbytes, host_memory_nbytes or host_nbytes))
+
+        def scratch_nbytes(num_tokens: int) -> int:
+            return round(self.scratch_nbytes + self.scratch_token_nbytes * num_tokens)
+
         return Budget(
             device_nbytes=round(min(self.device_nbytes, memory_nbytes or self.device_nbytes)),
-            host_nbytes=None if self.host_nbytes is None else round(self.host_nbytes),
+            host_nbytes=host_nbytes,
             fixed_nbytes=round(self.fixed_nbytes),
-            scratch_nbytes=lambda num_tokens: scratch_nbytes,
-            embedding_in_host=is_device,
+            scratch_nbytes=scratch_nbytes,
+            embedding_in_host=host_nbytes is not None,
         )
 
     def rates(self, sizes: ModelSizes) -> Rates:

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from kernels.choices import OK, Choices, Edits, Rows, new_choices
 from kernels.cpu.pages import page_nbytes, row_nbytes
-from kernels.ops import Float32, KvPool, KvShape, KvTravel, KvType
+from kernels.host_pages import pages_read, pages_written, runs_of
+from kernels.ops import Batch, Float32, KvPool, KvShape, KvTravel, KvType
 from kernels.quants import BlockTensor
 from nvme import ReadRequest, ReadStats
 
@@ -58,7 +59,10 @@ class BlankMatrix:
 
 
 class SimulatedOps:
-    """Answers what an engine asks around a sweep; operations of the sweep itself it has none."""
+    """Answers what an engine asks around a sweep; operations of the sweep itself it has none.
+
+    It counts the KV pages in host memory that a device would copy.
+    """
 
     name = "simulated"
     num_workers = 1
@@ -70,6 +74,8 @@ class SimulatedOps:
 
     def __init__(self, ends: RowEnds) -> None:
         self.ends = ends
+        self._pool = BlankPool(0, 0, "f16", 0)
+        self._in_nbytes = self._out_nbytes = 0
 
     def close(self) -> None:
         pass
@@ -77,8 +83,13 @@ class SimulatedOps:
     def run_sweep(self, plan: Any, key: Hashable, body: Callable[[int], None]) -> None:
         pass
 
-    def plan(self, batch: Any, shape: KvShape, num_heads: int) -> None:
-        return None
+    def plan(self, batch: Batch, shape: KvShape, num_heads: int) -> None:
+        pool = self._pool
+        if pool.num_host_pages:
+            read = runs_of(pages_read(batch, pool.num_pages, pool.kv_type))
+            written = pages_written(batch, pool.num_pages, pool.kv_type)
+            self._in_nbytes += int((read[:, 1] - read[:, 0]).sum()) * pool.page_nbytes
+            self._out_nbytes += len(written) * pool.page_nbytes
 
     def pack(self, tensors: Sequence[BlockTensor], *, expand: bool) -> BlankMatrix:
         num_outputs = sum(tensor.num_outputs for tensor in tensors)
@@ -107,10 +118,12 @@ class SimulatedOps:
         num_rows: int = 0,
         num_host_pages: int = 0,
     ) -> KvPool:
-        return BlankPool(num_pages, num_host_pages, kv_type, page_nbytes(shape, kv_type))
+        nbytes = page_nbytes(shape, kv_type)
+        self._pool = BlankPool(num_pages, num_host_pages, kv_type, nbytes)
+        return self._pool
 
     def kv_travel(self, pool: KvPool) -> KvTravel:
-        return KvTravel()
+        return KvTravel(in_nbytes=self._in_nbytes, out_nbytes=self._out_nbytes)
 
     def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
         return page_nbytes(shape, kv_type)

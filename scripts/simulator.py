@@ -23,7 +23,7 @@ from scripts.simulated_rows import Rows
 SWEEP_TOKENS_TRIED = (512, 1024, 1536, 2048, 3072)
 KV_SHARES_TRIED = (0.9, 0.95, 1.05)  # of the KV memory that the planner chose
 HEAD = (
-    f"{'plan':<34}{'sweeps':>8}{'sweep s':>9}{'board':>8}{'link':>6}{'tok/s':>8}"
+    f"{'plan':<40}{'sweeps':>8}{'sweep s':>9}{'board':>8}{'host':>8}{'link':>6}{'tok/s':>8}"
     f"{'prompt':>18}{'job s':>9}{'predicted':>10}"
 )
 
@@ -41,12 +41,12 @@ class Simulated:
         head = "+head" if plan.head_resident else ""
         name = (
             f"{sum(plan.resident)}{head}, {plan.sweep_tokens} tok, "
-            f"{plan.kv_pages} pages, {plan.max_rows}"
+            f"{plan.kv_pages}+{plan.host_kv_pages} pages, {plan.max_rows}"
         )
         prompt = f"{outcome.computed_tokens}+{outcome.reused_tokens}"
         return (
-            f"{name:<34}{outcome.num_sweeps:>8}{outcome.seconds / outcome.num_sweeps:>9.3f}"
-            f"{outcome.mean_board:>8.1f}{self.link_share:>6.2f}{outcome.tokens_per_s:>8.1f}"
+            f"{name:<40}{outcome.num_sweeps:>8}{outcome.seconds / outcome.num_sweeps:>9.3f}"
+            f"{outcome.mean_board:>8.1f}{outcome.mean_host_pages:>8.0f}{self.link_share:>6.2f}{outcome.tokens_per_s:>8.1f}"
             f"{prompt:>18}{outcome.seconds:>9.0f}{plan.predicted['job_s']:>10.0f}"
         )
 
@@ -58,6 +58,7 @@ class Simulated:
             "num_sweeps": outcome.num_sweeps,
             "seconds": outcome.seconds,
             "mean_board": outcome.mean_board,
+            "mean_host_pages": outcome.mean_host_pages,
             "link_share": self.link_share,
             "tokens_per_s": outcome.tokens_per_s,
             "computed_tokens": outcome.computed_tokens,
@@ -95,7 +96,7 @@ class Simulator:
             self.hparams,
             replace(self._config, **changes),
             self._sizes,
-            budget=machine.budget(self._config.memory_nbytes),
+            budget=machine.budget(self._config.memory_nbytes, self._config.host_memory_nbytes),
             rates=machine.rates(self._sizes),
             workload=workload,
         )
@@ -121,5 +122,6 @@ class Simulator:
         pace = self._machine.pace(plan)
         with open_simulated(self._model, self._config, plan, rows) as engine:
             outcome = run_job(engine, rows, pace, make_feed=make_feed)
-        streaming_s = outcome.num_sweeps * max(pace.streams.values())
+        host_kv_s = outcome.mean_host_pages * pace.host_page_s
+        streaming_s = outcome.num_sweeps * (max(pace.streams.values()) + host_kv_s)
         return Simulated(plan, outcome, streaming_s / outcome.seconds)

@@ -14,6 +14,7 @@ from engine.division import LINK_RING_PARCELS, STAGING_PARCELS, activations_nbyt
 from engine.hparams import Hparams
 from engine.planner import Budget, ModelSizes, Plan, Planner, Rates, Workload
 from engine.requests import EngineConfig, MemoryBudgetError
+from kernels.ops import STAGED_LAYERS
 from tests.test_planner import MIB, models, part, sized_hparams, sizes, workloads
 
 GIB = 1 << 30
@@ -82,6 +83,7 @@ def best(
     workloads,
     st.sampled_from([None, 64, 512]),
     st.booleans(),
+    st.sampled_from(["auto", "never"]),
 )
 def test_no_tier_takes_more_than_its_budget_and_every_part_is_in_one(
     model: ModelSizes,
@@ -90,6 +92,7 @@ def test_no_tier_takes_more_than_its_budget_and_every_part_is_in_one(
     workload: Workload,
     sweep_tokens: int | None,
     embedding_in_host: bool,
+    host_kv: str,
 ) -> None:
     try:
         plan = best(
@@ -99,12 +102,16 @@ def test_no_tier_takes_more_than_its_budget_and_every_part_is_in_one(
             workload=workload,
             sweep_tokens=sweep_tokens,
             embedding_in_host=embedding_in_host,
+            host_kv=host_kv,
         )
     except MemoryBudgetError:
         assume(False)
     used = plan.weights_nbytes + plan.ring_nbytes + plan.activations_nbytes + plan.kv_nbytes
-    assert used <= device
+    layer_nbytes = plan.host_kv_pages * model.page_nbytes / len(model.layers)
+    assert used + STAGED_LAYERS * layer_nbytes <= plan.device_nbytes <= device
     assert plan.host_nbytes <= host
+    if plan.host_kv_pages:  # they travel with layers, all of which are in host memory
+        assert host_kv == "auto" and plan.streams and plan.disk_nbytes == 0
     hparams = sized_hparams(len(model.layers))
     buffers = activations_nbytes(hparams, plan.sweep_tokens, plan.max_rows, runs_in_order=True)
     assert plan.activations_nbytes == buffers + 10 * MIB + scratch_nbytes(plan.sweep_tokens)
@@ -124,14 +131,16 @@ def test_no_tier_takes_more_than_its_budget_and_every_part_is_in_one(
 
     embedding = model.embedding.stored_nbytes if embedding_in_host and model.head else 0
     staging = STAGING_PARCELS * max(streamed) if far else 0
-    assert plan.host_nbytes == embedding + sum(streamed) - sum(far) + staging
+    kv_nbytes = plan.host_kv_pages * model.page_nbytes
+    assert plan.host_nbytes == embedding + sum(streamed) - sum(far) + staging + kv_nbytes
     if far:  # host memory has no room for one of them more
         assert plan.host_nbytes + max(far) > host or sum(far) > host - plan.host_nbytes
 
 
 def test_a_model_larger_than_the_device_streams_from_host_memory() -> None:
     work = Workload(num_rows=1000, prompt_tokens=512, output_tokens=128)
-    plan = best(large_sizes(), 24 * GIB, 100 * GIB, LARGE, workload=work)
+    plan = best(large_sizes(), 24 * GIB, 100 * GIB, LARGE, workload=work, host_kv="never")
+    assert plan.host_kv_pages == plan.kv_staging_nbytes == 0
     assert plan.disk_nbytes == 0
     assert "d" not in plan.placement and plan.placement.count("h") > 70
     assert plan.sweep_tokens >= 1024
@@ -143,6 +152,43 @@ def test_a_model_larger_than_the_device_streams_from_host_memory() -> None:
     assert plan.kv_nbytes > 12 * GIB
     rows = plan.kv_pages // 20
     assert rows < plan.max_rows <= 1.5 * rows + 1
+
+
+def test_kv_pages_in_host_memory_bring_more_rows_on_board() -> None:
+    """Each sweep takes longer, and there are fewer of them."""
+    work = Workload(num_rows=1000, prompt_tokens=512, output_tokens=128)
+    settings = {"workload": work, "hparams": LARGE}
+    plan = best(large_sizes(), 24 * GIB, 95 * GIB, **settings)  # type: ignore[arg-type]
+    without = best(
+        large_sizes(),
+        24 * GIB,
+        95 * GIB,
+        host_kv="never",
+        **settings,  # type: ignore[arg-type]
+    )
+    assert plan.host_kv_nbytes > 40 * GIB and plan.disk_nbytes == 0
+    found, before = plan.predicted, without.predicted
+    assert found["rows_on_board"] > 2.5 * before["rows_on_board"]
+    assert found["job_s"] < 0.75 * before["job_s"]
+    assert found["sweep_s"] > 1.5 * before["sweep_s"]
+    assert 1000 < found["host_kv_pages"] <= plan.host_kv_pages
+    page_s = large_sizes().page_nbytes / 5.5e10
+    assert found["host_kv_s"] == pytest.approx(found["host_kv_pages"] * page_s, rel=1e-3)
+    weights_s = plan.streamed_nbytes / 5.5e10
+    assert found["link_s"] == pytest.approx(weights_s + found["host_kv_s"])
+    assert before["host_kv_pages"] == before["host_kv_s"] == 0
+    assert found["limited_by"] == "link"
+
+
+def test_no_kv_pages_go_to_host_memory_where_rows_need_none() -> None:
+    few = Workload(num_rows=20, prompt_tokens=512, output_tokens=128)
+    assert best(large_sizes(), 24 * GIB, 95 * GIB, LARGE, workload=few).host_kv_pages == 0
+    many = Workload(num_rows=1000, prompt_tokens=512, output_tokens=128)
+    fits = best(large_sizes(), 220 * GIB, 95 * GIB, LARGE, workload=many)
+    assert not fits.streams and fits.host_kv_pages == 0
+    asked = 8 * GIB
+    plan = best(large_sizes(), 24 * GIB, 95 * GIB, LARGE, workload=many, kv_memory_nbytes=asked)
+    assert plan.host_kv_pages == 0, "the size of the whole cache was asked for"
 
 
 def test_disk_layers_lie_between_the_others_and_are_as_few_as_can_be() -> None:
