@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections import deque
@@ -147,7 +148,7 @@ class Engine:
             loaded.model.stream,
             loaded.read_path,
             rates.disk_nbytes_per_s if rates else None,
-            kv_travel=lambda: self._ops.kv_travel(pool),
+            kv_travel=functools.partial(self._ops.kv_travel, pool),
         )
         row_nbytes = self._ops.kv_row_nbytes(kv_shape(self.hparams), pool.kv_type)
         self._sizes = model_sizes(file, self.hparams, pool.page_nbytes, row_nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,13 @@ pytestmark = pytest.mark.gpu
 __all__ = ["ops", "six_layers"]  # the fixtures of the module
 
 NUM_LAYERS = 5
-STEPS = [[0, 37], [37, 64], [64, 65], [65, 66], [66, 96], [96, 200], [200, 201], [201, 256]]
+# Of sweeps; with 8 bits, one that begins inside a page ends in it.
+EDGES = [0, 37, 64, 65, 66, 96, 200, 201, 224, 256]
 
 
-def sweep(ops: Any, case: AttentionCase, pool: Any, step: list[list[int]]) -> tuple[Any, bytes]:
+def sweep(
+    ops: Any, case: AttentionCase, pool: Any, step: list[tuple[int, int]]
+) -> tuple[Any, bytes]:
     """Segments [begin, end) of rows 0, 1, ... through all layers, each with keys of its own."""
     segments = [(row, *span) for row, span in enumerate(step)]
     lengths = [len(rows) for rows in case.qkv]
@@ -72,7 +76,7 @@ def test_attention_reads_and_writes_pages_wherever_they_are(ops: Any, kv_type: A
         )
         read = written = 0
         seen = []
-        for span in STEPS:
+        for span in itertools.pairwise(EDGES):
             batch, got = sweep(host, case, pool, [span, span, span])
             seen.append(got)
             runs = runs_of(pages_read(batch, num_pages, kv_type))
@@ -93,7 +97,7 @@ def test_copied_pages_read_as_those_they_came_from_across_tiers(ops: Any, kv_typ
     shape = replace(case.shape, num_layers=NUM_LAYERS)
     host = HostOps(ops)
     pool = ops.kv_pool(shape, num_pages=3, num_host_pages=3, kv_type=kv_type, num_rows=1)
-    sweep(host, case, pool, [[0, 64]])
+    sweep(host, case, pool, [(0, 64)])
     for source, target in ((0, 3), (3, 4), (4, 2)):
         ops.kv_copy(pool, source, target)
     ops.synchronize()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +56,21 @@ def test_memory_does_not_grow_while_short_and_long_rows_take_turns(
         for _ in range(5):
             run_rows(engine, requests(rng, 40))
             assert pool.total_bytes() <= taken
+
+
+def test_an_engine_that_nobody_holds_gives_its_memory_back_at_once(tmp_path: Path) -> None:
+    """No cycle keeps it until Python's collector runs, which may be in a recording."""
+    path = tmp_path / "m.gguf"
+    write_model(path, Shape(num_layers=2, hidden=256, ffn=512, num_heads=4, num_kv_heads=2))
+    ops = open_ops()
+    gc.collect()
+    gc.disable()
+    try:
+        engine = Engine(path, EngineConfig(kv_memory_nbytes=64 << 20), ops=ops)
+        alive = weakref.ref(engine)
+        run_rows(engine, requests(np.random.default_rng(3), 4)[::2])
+        engine.close()
+        del engine
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -303,7 +303,7 @@ class Walk:
 
 
 @pytest.mark.parametrize(
-    ("seed", "num_pages", "num_host_pages"), [(0, 12, 0), (1, 24, 10), (3, 60, 20)]
+    ("seed", "num_pages", "num_host_pages"), [(0, 12, 0), (1, 24, 10), (7, 60, 20)]
 )
 @pytest.mark.parametrize("shares_parts", [True, False], ids=["parts", "whole-pages"])
 def test_no_page_is_lost_or_shared_wrongly_and_every_row_finds_its_pages(

@@ -15,6 +15,8 @@ from engine.gguf_file import GgufFile
 from engine.requests import EngineConfig
 from engine.tokenizer import Tokenizer
 from kernels.quants import QUANT_TYPES
+from nvme import ReadRequest
+from scripts.filled_reader import FilledReader
 from scripts.synth_blocks import TYPES, random_weights
 from scripts.synth_gguf import MIXES, Shape, main, mixed_type, plan_tensors, write_model
 from scripts.synth_vocab import make_vocab
@@ -209,3 +211,19 @@ def test_there_is_a_recipe_for_every_type_that_the_engine_reads() -> None:
         assert len(random_weights(np.random.SFC64(0), quant_type, 7, 0.1)) == (
             7 * quant_type.block_nbytes
         )
+
+
+def test_a_hollow_model_is_filled_the_same_however_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(path, replace(TINY, num_layers=8), type_name="Q4_K", mix="Q4_K_M", hollow=True)
+    reader, end = FilledReader(path), path.stat().st_size
+    whole = np.zeros(end, np.uint8)
+    reader.submit([ReadRequest(file_idx=0, offset=0, out=whole)])
+    for begin, nbytes in ((0, 5000), (12_345, 1), (end - 70_001, 70_001)):
+        out = np.zeros(nbytes, np.uint8)
+        reader.submit([ReadRequest(file_idx=0, offset=begin, out=out)])
+        assert out.tobytes() == whole[begin : begin + nbytes].tobytes()
+    config = EngineConfig(kv_memory_nbytes=64 << 20, expand="never")
+    with Engine(path, config, reader_factory=lambda paths: FilledReader(paths[0])) as engine:
+        logits = engine.logits([5, 6, 7])
+    check_sane(logits)

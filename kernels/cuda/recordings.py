@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import cupy as cp
@@ -44,7 +46,7 @@ class Recordings:
         self._graphs.clear()
 
     def _record(self, calls: Callable[[], None]) -> Any:
-        with self._stream:
+        with self._stream, _no_collection():
             self._stream.begin_capture(cp.cuda.runtime.streamCaptureModeThreadLocal)
             try:
                 with overlapping_launches():
@@ -52,3 +54,15 @@ class Recordings:
             finally:
                 graph = self._stream.end_capture()
         return graph
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage may own memory of the device, and to free that would end a recording."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
