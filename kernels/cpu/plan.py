@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kernels import prefixes
 from kernels.cpu.attention import TASK_ROWS, piece_tokens
 from kernels.cpu.pages import page_len
 from kernels.ops import PAGE_TOKENS, Batch, Float32, Int32, KvShape
@@ -72,25 +73,8 @@ def prefix_order(batch: Batch) -> tuple[Int64, Int64]:
     Returns their order, and how many leading pages each has in common with the segment before it
     in that order: whole pages that lie before the tokens of both.
     """
-    tables = batch.page_table[batch.rows[batch.segments[:, 0]]]
-    before = first_positions(batch) // PAGE_TOKENS
-    _, groups, sizes = np.unique(tables[:, 0], return_inverse=True, return_counts=True)
-    is_sharing = (sizes[groups] > 1) & (before > 0)
-    sharing = np.flatnonzero(is_sharing)
-    order = np.concatenate([np.flatnonzero(~is_sharing), sharing])
-    common = np.zeros(len(tables), np.int64)
-    if len(sharing) < 2:
-        return order, common
-    num_pages = int(before[sharing].max())
-    pages = tables[sharing, :num_pages].copy()
-    own = np.arange(num_pages) >= before[sharing, None]
-    pages[own] = np.broadcast_to(-1 - sharing[:, None], pages.shape)[own]  # equal to no other's
-    sorting = np.argsort(pages.view(f"V{pages.itemsize * num_pages}")[:, 0], kind="stable")
-    pages = pages[sorting]
-    same = np.logical_and.accumulate(pages[1:] == pages[:-1], axis=1)
-    order[-len(sharing) :] = sharing[sorting]
-    common[len(common) - len(sharing) + 1 :] = same.sum(axis=1)
-    return order, common
+    rows = batch.rows[batch.segments[:, 0]]
+    return prefixes.prefix_order(batch.page_table, rows, first_positions(batch) // PAGE_TOKENS)
 
 
 def attention_pieces(batch: Batch, group: int) -> Int32:

@@ -14,13 +14,15 @@ from kernels.choices import Choices, Edits, Rows
 from kernels.cuda import ProductWay, matrix, sampling
 from kernels.cuda.few import FewProducts
 from kernels.cuda.host_pages import HostPages, Part
+from kernels.cuda.launch import Kernel
 from kernels.cuda.matrix import CudaMatrix, DeviceArray
 from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, floats_together, get_kernel
 from kernels.cuda.pinned import device_view, pinned_bytes
-from kernels.cuda.plan import PARTIALS_NBYTES, HalfPages, SweepPlan, TaskMemory, plan_sweep
+from kernels.cuda.plan import HalfPages, SweepPlan, plan_sweep
 from kernels.cuda.product import Products
 from kernels.cuda.recordings import Recordings
 from kernels.cuda.scratch import Scratch, free_unused
+from kernels.cuda.tasks import PARTIALS_NBYTES, TaskMemory, most_partials
 from kernels.cuda.uploads import Uploads
 from kernels.ops import (
     PAGE_TOKENS,
@@ -378,42 +380,35 @@ class CudaOps:
         out: Float32,
     ) -> None:
         plan = self._current(plan)
-        sums, stats = self._partial_buffers(plan.num_partials, head.value_length)
-        scale = np.float32(head.key_length**-0.5)
-        sizes = (np.int32(head.num_heads), np.int32(head.num_kv_heads))
-        lengths = f"{pool.keys.shape[4]}, {head.value_length}"
-        places = _table(plan, pool, layer)
+        places: tuple[Any, ...] = ()
         arrays: tuple[DeviceArray, ...] = (pool.keys, pool.values)
         if pool.kv_type == "int8":
             self._close_pages(plan, pool, layer)
-            kernel = get_kernel("attention_int8.cu", f"attention_int8<{lengths}>")
-            places += self._half_page_places(plan, pool, layer)
+            places = self._half_page_places(plan, pool, layer)
             arrays += (pool.scales,)
-        else:
-            name = f"attention<{_TYPE_NAMES[pool.kv_type]}, {lengths}>"
-            kernel = get_kernel("attention.cu", name)
-        kernel(
-            (len(plan.tasks), head.num_kv_heads),
-            (_WARPS * 32,),
-            (
-                *sizes,
-                np.int32(head.key_length),
-                scale,
-                plan.tasks,
-                *places,
-                q,
-                *arrays,
-                out,
-                sums,
-                stats,
-            ),
-        )
-        if len(plan.merges):
-            get_kernel("attention.cu", "merge_partials")(
-                (len(plan.merges), head.num_kv_heads),
-                (_round_up(head.value_length, 32),),
-                (*sizes, np.int32(head.value_length), scale, plan.merges, sums, stats, out),
+        scale = np.float32(head.key_length**-0.5)
+        sizes = (np.int32(head.num_heads), np.int32(head.num_kv_heads))
+        key_sizes = (*sizes, np.int32(head.key_length), scale)
+        value_sizes = (*sizes, np.int32(head.value_length), scale)
+        table, partials = _table(plan, pool, layer), self._partial_buffers(head.value_length)
+        for part in plan.rounds:
+            if len(part.shared):
+                _attention_kernel("attention_shared", pool)(
+                    (len(part.shared), head.num_kv_heads),
+                    (_WARPS * 32,),
+                    (*key_sizes, part.shared, plan.members, *table, q, *arrays, *partials),
+                )
+            _attention_kernel("attention", pool)(
+                (len(part.tasks), head.num_kv_heads),
+                (_WARPS * 32,),
+                (*key_sizes, part.tasks, *table, *places, q, *arrays, out, *partials),
             )
+            if len(part.merges):
+                get_kernel("attention.cu", "merge_partials")(
+                    (len(part.merges), head.num_kv_heads),
+                    (_round_up(head.value_length, 32),),
+                    (*value_sizes, part.merges, *partials, out),
+                )
         if pool.host is not None:
             pool.host.after_layer(layer)
 
@@ -451,14 +446,12 @@ class CudaOps:
         new_pages = self._scratch.take("x", shape, np.float16)
         return half_pages.homes, np.int64(layer * num_rows), pool.open_pages, new_pages
 
-    def _partial_buffers(
-        self, num_partials: int, value_length: int
-    ) -> tuple[DeviceArray, DeviceArray]:
-        count = max(num_partials, 1)
-        sums, stats = self._scratch.take_all(
+    def _partial_buffers(self, value_length: int) -> list[DeviceArray]:
+        """Sums and statistics, where they are in every sweep: recordings hold the addresses."""
+        count = most_partials(value_length)
+        return self._scratch.take_all(
             "sums", (((count * value_length,), cp.float32), ((count, 2), cp.float32))
         )
-        return sums, stats
 
     def swiglu(self, worker: int, plan: SweepPlan, gate_up: Float32, out: Float32) -> None:
         num_tokens, ffn = out.shape
@@ -546,6 +539,14 @@ def _table(plan: SweepPlan, pool: CudaKvPool, layer: int) -> tuple[Any, ...]:
         np.int64(layer * pool.num_pages),
         np.int64(first_staged),
     )
+
+
+def _attention_kernel(name: str, pool: CudaKvPool) -> Kernel:
+    """Of the pool's type and sizes."""
+    lengths = f"{pool.keys.shape[4]}, {pool.values.shape[3]}"
+    if pool.kv_type == "int8":
+        return get_kernel(f"{name}_int8.cu", f"{name}_int8<{lengths}>")
+    return get_kernel(f"{name}.cu", f"{name}<{_TYPE_NAMES[pool.kv_type]}, {lengths}>")
 
 
 def _by_layer(places: DeviceArray, num_layers: int, num_pages: int) -> DeviceArray:

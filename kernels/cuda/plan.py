@@ -1,11 +1,7 @@
-"""How a sweep's attention is split over the GPU, and its indices on the device; made once a sweep.
+"""A sweep's attention tasks (`kernels.cuda.tasks`) and indices on the device; made once a sweep.
 
 The tables of a small sweep are padded with tasks that do nothing, so that the next one, a token
 later, has as many.
-
-A task is up to 16 query rows (tokens x heads of a group) of a segment, for each KV head. Segments
-of few query rows and many positions are split by blocks of 256 positions too; their partials are
-merged by the same arithmetic in the same order as inside a task.
 
 With KV of 8 bits the pages that a sweep stores into are kept in halves (`HalfPages`), and those
 that it fills are listed.
@@ -14,33 +10,24 @@ that it fills are listed.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from kernels.cuda.matrix import DeviceArray
 from kernels.cuda.recordings import MAX_TOKENS
+from kernels.cuda.tasks import Round, TaskMemory, Tasks
 from kernels.cuda.uploads import Uploads
-from kernels.ops import ATTENTION_BLOCK, PAGE_TOKENS, Batch, Int32, KvShape
-
-TILE_ROWS = 16
-_FIRST_TOKEN, _POSITION = 1, 2  # columns of a task
-PARTIALS_NBYTES = 32 << 20  # of the partials that are in memory at once
+from kernels.ops import PAGE_TOKENS, Batch, Int32, KvShape
 
 
 @dataclass(frozen=True, slots=True)
-class Tasks:
-    """Attention tasks as rows of int32, host side.
+class RoundTables:
+    """The tables of `Tasks` that run together."""
 
-    table: (n, 8) segment, its first token, that token's position, first query row, query rows,
-        first block, end block, first partial of the segment or -1
-    merges: (n, 4) token, head of the group, first partial, blocks
-    num_partials: over all merges and KV heads
-    """
-
-    table: Int32
-    merges: Int32
-    num_partials: int
+    shared: DeviceArray
+    tasks: DeviceArray
+    merges: DeviceArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +53,7 @@ class SweepPlan:
     """Device arrays of one sweep, until the next is planned.
 
     pages: (num_segments, at least the most pages of one) int32
+    host_tasks, members, rounds: of attention
     half_pages: where pools of 8 bits are in use
     serial: of its upload
     key: equal for sweeps whose launches are the same; None where they need not be
@@ -80,31 +68,10 @@ class SweepPlan:
     positions: DeviceArray
     segments: DeviceArray
     pages: DeviceArray
-    tasks: DeviceArray
-    merges: DeviceArray
-    num_partials: int
+    host_tasks: Tasks
+    members: DeviceArray
+    rounds: tuple[RoundTables, ...]
     half_pages: HalfPages | None
-
-
-class TaskMemory:
-    """The attention tasks of the last sweep that only decoded."""
-
-    def __init__(self) -> None:
-        self._key: Hashable = None
-        self._tasks: Tasks | None = None
-
-    def tasks_of(self, batch: Batch, shape: KvShape, num_heads: int) -> Tasks:
-        """See `attention_tasks`; where tokens only moved on inside their blocks, made anew of the
-        last ones.
-        """
-        if len(batch.segments) < batch.num_tokens:
-            return attention_tasks(batch, shape, num_heads)
-        key = (shape, num_heads, (batch.positions // ATTENTION_BLOCK).tobytes())
-        if self._tasks is None or key != self._key:
-            self._key, self._tasks = key, attention_tasks(batch, shape, num_heads)
-        table = self._tasks.table.copy()
-        table[:, _POSITION] = batch.positions[table[:, _FIRST_TOKEN]]
-        return replace(self._tasks, table=table)
 
 
 def plan_sweep(
@@ -120,9 +87,9 @@ def plan_sweep(
     tasks = memory.tasks_of(batch, shape, num_heads)
     begins, ends = batch.segments[:, 0], batch.segments[:, 1]
     most_pages = int(batch.positions[ends - 1].max(initial=0)) // PAGE_TOKENS + 1
-    table, merges, is_small = tasks.table, tasks.merges, batch.num_tokens <= MAX_TOKENS
+    tables, is_small = _tables(tasks), batch.num_tokens <= MAX_TOKENS
     if is_small:
-        table, merges = _padded(table), _padded(merges)
+        tables = [_padded(table) for table in tables]
         most_pages = min(_power_of_two(most_pages), batch.page_table.shape[1])
     arrays = [
         batch.token_ids,
@@ -130,29 +97,45 @@ def plan_sweep(
         batch.positions,
         np.repeat(np.arange(len(begins), dtype=np.int32), ends - begins),
         batch.page_table[batch.rows[begins], :most_pages],
-        table,
-        merges,
+        *tables,
     ]
     if in_halves:
         arrays += [homes_of(batch), closing_pages(batch, num_lines=batch.num_tokens * is_small)]
-    token_ids, logit_indices, positions, segments, pages, task_table, merge_table, *halves = (
-        uploads.bring(arrays)
-    )
+    there = uploads.bring(arrays)
+    token_ids, logit_indices, positions, segments, pages = there[:5]
+    shared, members, table, merges, *halves = there[5:]
     sizes = tuple(array.shape for array in arrays)
     return SweepPlan(
         batch=batch,
         serial=uploads.serial,
-        key=(uploads.places_serial, sizes) if is_small else None,
+        key=(uploads.places_serial, sizes, tasks.rounds[:-1]) if is_small else None,
         num_tokens=batch.num_tokens,
         token_ids=token_ids,
         logit_indices=logit_indices,
         positions=positions,
         segments=segments,
         pages=pages,
-        tasks=task_table,
-        merges=merge_table,
-        num_partials=tasks.num_partials,
+        host_tasks=tasks,
+        members=members,
+        rounds=_round_tables(tasks.rounds, shared, table, merges),
         half_pages=_half_pages(batch, *halves) if in_halves else None,
+    )
+
+
+def _tables(tasks: Tasks) -> list[Int32]:
+    return [tasks.shared, tasks.members, tasks.table, tasks.merges]
+
+
+def _round_tables(rounds: tuple[Round, ...], *tables: DeviceArray) -> tuple[RoundTables, ...]:
+    """tables: shared, tasks, merges; what they are padded with goes with the last round."""
+    ends: list[tuple[int | None, ...]] = [
+        (each.shared[1], each.tasks[1], each.merges[1]) for each in rounds[:-1]
+    ]
+    ends.append((None, None, None))
+    begins = [(each.shared[0], each.tasks[0], each.merges[0]) for each in rounds]
+    return tuple(
+        RoundTables(*(table[b:e] for table, b, e in zip(tables, begin, end, strict=True)))
+        for begin, end in zip(begins, ends, strict=True)
     )
 
 
@@ -199,75 +182,3 @@ def _padded(table: Int32) -> Int32:
 def _power_of_two(count: int) -> int:
     """The first from 8 on that is no less."""
     return max(8, 1 << (count - 1).bit_length())
-
-
-def attention_tasks(batch: Batch, shape: KvShape, num_heads: int) -> Tasks:
-    """The tasks of a sweep, those with the most positions first."""
-    group = num_heads // shape.num_kv_heads
-    begins, ends = batch.segments[:, 0], batch.segments[:, 1]
-    tokens, rows = ends - begins, (ends - begins) * group
-    blocks = batch.positions[ends - 1] // ATTENTION_BLOCK + 1
-    split = (blocks > 1) & ((tokens == 1) | (rows <= TILE_ROWS))
-    partials = np.where(split, rows * blocks * shape.num_kv_heads, 0)
-    first_partial = np.cumsum(partials) - partials
-    split &= first_partial + partials <= PARTIALS_NBYTES // (4 * shape.value_length + 8)
-    return Tasks(
-        table=_longest_first(_tasks(batch, group, blocks, split, first_partial)),
-        merges=_merges(begins, rows, blocks, first_partial, split, group, shape.num_kv_heads),
-        num_partials=int(partials[split].sum()),
-    )
-
-
-def _tasks(
-    batch: Batch,
-    group: int,
-    blocks: Int32,
-    split: np.ndarray,
-    first_partial: np.ndarray,
-) -> Int32:
-    """(num_tasks, 8): each segment in steps of query rows, and of blocks where it is split."""
-    begins, ends = batch.segments[:, 0], batch.segments[:, 1]
-    rows = (ends - begins) * group
-    pieces = np.where(split, blocks, 1)
-    counts = -(-rows // TILE_ROWS) * pieces
-    segment = np.repeat(np.arange(len(begins)), counts)
-    inside = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
-    at, piece = np.divmod(inside, pieces[segment])
-    first_row = at * TILE_ROWS
-    num_rows = np.minimum(TILE_ROWS, rows[segment] - first_row)
-    position = batch.positions[begins[segment]]
-    last_block = (position + (first_row + num_rows - 1) // group) // ATTENTION_BLOCK
-    is_split = split[segment]
-    table = [
-        segment,
-        begins[segment],
-        position,
-        first_row,
-        num_rows,
-        np.where(is_split, piece, 0),
-        np.where(is_split, piece, last_block) + 1,
-        np.where(is_split, first_partial[segment], -1),
-    ]
-    return np.stack(table, axis=1).astype(np.int32)
-
-
-def _merges(
-    begins: Int32,
-    rows: Int32,
-    blocks: Int32,
-    first_partial: np.ndarray,
-    split: np.ndarray,
-    group: int,
-    num_kv_heads: int,
-) -> Int32:
-    segment = np.repeat(np.arange(len(rows)), np.where(split, rows, 0))
-    counts = np.where(split, rows, 0)
-    row = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = first_partial[segment] + row * num_kv_heads * blocks[segment]
-    table = [begins[segment] + row // group, row % group, first, blocks[segment]]
-    return np.stack(table, axis=1).astype(np.int32)
-
-
-def _longest_first(tasks: Int32) -> Int32:
-    order = np.argsort(tasks[:, 5] - tasks[:, 6], kind="stable")
-    return np.ascontiguousarray(tasks[order])
