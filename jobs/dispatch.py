@@ -24,7 +24,9 @@ from jobs.messages import (
     RowsFailed,
     StartJob,
 )
-from jobs.records import JobError, Shard
+from jobs.records import JobError, Shard, StorageError, UnreachableError
+
+_STORE_ERRORS = {"refused": StorageError, "unreachable": UnreachableError}
 
 log = logging.getLogger("jobs.dispatch")
 
@@ -95,9 +97,9 @@ class Dispatch:
                 self.run.commit(event)
                 self._num_outputs -= len(event.batch.row_indices) if event.batch else 0
                 self._top_up()
-            case JobFailed(reason=reason, detail=detail):
+            case JobFailed(reason=reason, detail=detail, store=store):
                 log.error("the engine actor reports:\n%s", detail)
-                raise JobError(reason)
+                raise _STORE_ERRORS[store](reason) if store else JobError(reason)
             case RowsFailed(rows=rows, loss=loss, detail=detail):
                 log.warning("a sweep with %d rows on board failed:\n%s", len(rows), detail)
                 raise RowsFailedError(rows, loss)

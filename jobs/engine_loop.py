@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from jobs.messages import (
     RowsFailed,
     StartJob,
 )
-from jobs.records import JobError
+from jobs.records import JobError, StorageError, UnreachableError
 from jobs.row_clock import RowClock
 from jobs.row_source import RowSource
 from jobs.workload import sample_workload
@@ -44,6 +44,8 @@ FLUSH_INTERVAL_S = 1.0
 FLUSH_ROWS = 4096
 MIN_WAITING = 256  # some more than the engine may pass over while others compute their prefix
 READ_TIME_S = 0.1  # of rows, between two sweeps
+STALLED_PAUSE_S = 0.05
+MAX_STALL_S = 30.0  # then the runner takes the job back, and others may run
 FIRST_READ_TIME_S = 0.5  # before any row is on board: what is known then orders the first rows
 
 MakeEngine = Callable[[StartJob], tuple[Engine, Mapping[str, Any]]]
@@ -146,6 +148,8 @@ class EngineLoop:
 
     def _step(self, job: _RunningJob) -> None:
         job.fill()
+        if job.waits_for_store():
+            time.sleep(STALLED_PAUSE_S)
         try:
             job.sweep()
         except Exception as error:
@@ -186,7 +190,8 @@ class EngineLoop:
     def _fail(self, error: Exception) -> None:
         known = isinstance(error, EngineError | JobError | OSError)
         reason = str(error) if known else f"{type(error).__name__}: {error}"
-        self._events.put(JobFailed(self._attempt, reason, traceback.format_exc()))
+        store = store_fault(error)
+        self._events.put(JobFailed(self._attempt, reason, traceback.format_exc(), store))
         self._drop_job()
 
 
@@ -218,6 +223,18 @@ class _RunningJob:
     def is_idle(self) -> bool:
         """Nothing can happen before the next command."""
         return not (self._has_rows or self.source.has_news)
+
+    def waits_for_store(self) -> bool:
+        """Whether nothing can be computed before the input's store answers again.
+
+        Raises UnreachableError: it has not for long, and all that was read is finished.
+        """
+        stall, source = self.source.stall, self.source
+        if stall is None or self.engine.has_work or source.num_ready or source.has_news:
+            return False
+        if stall.age_s > MAX_STALL_S:
+            raise stall.error
+        return True
 
     @property
     def _has_rows(self) -> bool:
@@ -331,6 +348,13 @@ class _RunningJob:
             num_preempted=totals["num_preempted"] - self._base["num_preempted"],
             energy_j=None if joules is None or before is None else joules - before,
         )
+
+
+def store_fault(error: Exception) -> Literal["refused", "unreachable"] | None:
+    """What a store did that ended a job."""
+    if isinstance(error, UnreachableError):
+        return "unreachable"
+    return "refused" if isinstance(error, StorageError) else None
 
 
 def warm_up(engine: Engine) -> None:

@@ -15,18 +15,21 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from jobs.chain_input import take_input
 from jobs.dataset import OnProgress, count_rows
 from jobs.id_counts import IdCounter
 from jobs.isolation import Isolation
 from jobs.messages import BatchDone
 from jobs.progress_log import ProgressLog
 from jobs.publish import claim_folder
-from jobs.records import Job, JobError, JobState, Part, Shard
+from jobs.records import Job, JobError, JobState, Part, Shard, UnreachableError
 from jobs.resume_check import check_unchanged_job, new_input_files
 from jobs.store import JobStore
 
 RECORD_INTERVAL_S = 2.0
 WINDOW_SHARDS = 64
+PUBLISH_RETRY_S = 15.0
+MAX_SPOOLED_PARTS = 8  # that wait for the store of the results, about
 # Asked for rows [begin, end): their outputs that are not to run, as in `Shard.done`, ascending.
 Settled = Callable[[int, int], npt.NDArray[np.int64]]
 _EXCUSED = "errors_excused"  # in the job's record
@@ -72,22 +75,26 @@ class JobRun:
         # A row of many samples counts as many, so that a shard is about as much work for any job.
         self._shard_rows = max(1, job.spec.shard_rows // job.spec.samples)
         self._selection: npt.NDArray[np.int64] | None = None
+        self._publish_at = 0.0  # of the monotonic clock, after the store did not answer
 
     # ---- before the first row ------------------------------------------------------------
 
     def open(self, on_progress: OnProgress = lambda _: None) -> None:
         """Look for changes since the submit; count the rows; finish what an earlier runner began.
 
-        on_progress: called now and then while the model is read and rows are counted; may raise
-            to stop that
+        on_progress: called now and then while the model is read and rows are counted, or copied
+            from an earlier job; may raise to stop that
 
         Raises ChangedError: the input, the model or the program has changed.
+        Raises JobError: the results of the job before it are not to be read.
         """
+        if self.job.spec.after is not None and not self.job.manifest.files:
+            self.job = take_input(self._store, self.job, on_progress)
+            self._record.update(self.job.record)
         self._refuse_changes(on_progress)
         self._count_rows(on_progress)
         claim_folder(self.job.results_dir, self.job.id)
-        for part, blobs in self._store.unfinished_parts(self.job.id):
-            self._complete_part(part, blobs)
+        self._complete_begun_parts()
         if not self._store.parts(self.job.id):
             self._complete_part(*self._store.begin_part(self.job.id))
 
@@ -222,13 +229,30 @@ class JobRun:
             self.save_record()
 
     def cut_part_if_due(self) -> None:
-        """Publish what the spool holds when it is large or old enough."""
-        spec, size = self.job.spec, self._store.spool_size(self.job.id)
-        if size.oldest_at is None:
+        """Publish what the spool holds when it is large or old enough.
+
+        Where the store of the results does not answer, rows stay in the spool for a while.
+
+        Raises UnreachableError: there are very many by now.
+        """
+        if time.monotonic() < self._publish_at:
             return
-        age_s = self._clock() - size.oldest_at
-        if size.nbytes >= spec.part_nbytes or age_s >= spec.part_interval_s:
-            self._complete_part(*self._store.begin_part(self.job.id))
+        spec, size = self.job.spec, self._store.spool_size(self.job.id)
+        age_s = 0.0 if size.oldest_at is None else self._clock() - size.oldest_at
+        is_due = size.nbytes >= spec.part_nbytes or age_s >= spec.part_interval_s
+        if not (self._publish_at or (is_due and size.num_rows)):
+            return
+        try:
+            if self._publish_at:
+                self._complete_begun_parts()
+            if is_due and size.num_rows:
+                self._complete_part(*self._store.begin_part(self.job.id))
+            self._publish_at = 0.0
+        except UnreachableError as error:
+            if size.nbytes >= MAX_SPOOLED_PARTS * spec.part_nbytes:
+                raise
+            log.warning("job %s: finished rows stay in the spool: %s", self.job.id, error)
+            self._publish_at = time.monotonic() + PUBLISH_RETRY_S
 
     def note(self, facts: Mapping[str, Any]) -> None:
         """Add facts to the job's record."""
@@ -265,8 +289,14 @@ class JobRun:
         self._store.set_state(self.job.id, state, reason=reason)
 
     def _publish_rest(self) -> None:
+        self._complete_begun_parts()
         if self._store.spool_size(self.job.id).num_rows:
             self._complete_part(*self._store.begin_part(self.job.id))
+
+    def _complete_begun_parts(self) -> None:
+        """Parts whose files may be there or not: an earlier runner, or a store, left them so."""
+        for part, blobs in self._store.unfinished_parts(self.job.id):
+            self._complete_part(part, blobs)
 
     def _complete_part(self, part: Part, blobs: list[bytes]) -> None:
         self._publish(self.job, part, blobs)

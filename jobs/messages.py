@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from jobs.isolation import RowLoss
 from jobs.processes import ProcessId
@@ -127,11 +127,16 @@ class JobEnded:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """The job cannot run or cannot go on. reason: one line; detail: for the log"""
+    """The job cannot run or cannot go on.
+
+    reason: one line; detail: for the log
+    store: what a store of its input did, where that is the reason
+    """
 
     attempt: int
     reason: str
     detail: str = ""
+    store: Literal["refused", "unreachable"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,12 +20,13 @@ from jobs.isolation import RowLoss
 from jobs.messages import WINDOW_OUTPUTS, StartJob
 from jobs.prefix_queue import PrefixQueue
 from jobs.prepare import RowFacts, RowPreparer, error_row
-from jobs.records import Binding, JobSpec, Manifest, RowBatch, Shard
+from jobs.records import Binding, JobSpec, Manifest, RowBatch, Shard, UnreachableError
 from jobs.results import ResultRow, build_row_batch, result_schema
 
 # What is held of a row beside its tokens and what it carries.
 ROW_NBYTES = 1700
 WINDOW_NBYTES = 128 << 20
+ASK_AGAIN_S = 10.0  # a store that does not answer; to ask takes seconds, in which no sweep runs
 
 
 @dataclass(slots=True)
@@ -49,6 +51,24 @@ class _Row:
     def result(self, finished: FinishedRow, duplicate_of: int | None) -> ResultRow:
         carried = self.table.slice(self.offset, 1)
         return ResultRow(finished, self.facts, carried, self.replaced, duplicate_of)
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """The input's store does not answer. since: of the monotonic clock, and so `asked_at`"""
+
+    error: UnreachableError
+    since: float
+    asked_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.since
+
+    @property
+    def is_over(self) -> bool:
+        """Whether to ask again."""
+        return time.monotonic() - self.asked_at > ASK_AGAIN_S
 
 
 class RowSource:
@@ -77,6 +97,9 @@ class RowSource:
         self._shards: deque[Shard] = deque()
         self._unread: Iterator[tuple[_Row, RowValues]] = iter(())
         self._next: tuple[_Row, RowValues] | None = None
+        self._reading: Shard | None = None  # that `_unread` is of
+        self._read_to = 0  # first row of it that has not come yet
+        self.stall: Stall | None = None
         self._queue: PrefixQueue[list[Request]] = PrefixQueue()
         self._num_queued = 0
         self._ready: deque[Request] = deque()
@@ -119,14 +142,34 @@ class RowSource:
 
     @property
     def has_unread(self) -> bool:
-        """Whether there are rows to read, now or when others are finished."""
+        """Whether there are rows to read, now, or when others are finished or a store answers."""
+        return self._pull() or bool(self._shards)
+
+    def _pull(self) -> bool:
+        """Whether the next row is at hand. While a store does not answer it is asked seldom."""
+        if self._next is None and self.stall is not None and not self.stall.is_over:
+            return False
         while self._next is None:
-            self._next = next(self._unread, None)
+            try:
+                self._next = next(self._unread, None)
+            except UnreachableError as error:
+                self._stop_reading(error)
+                return False
             if self._next is None:
                 if not self._shards:
                     return False
-                self._unread = self._read(self._shards.popleft())
+                self._reading = self._shards.popleft()
+                self._unread = self._read(self._reading)
+            else:
+                self.stall = None
         return True
+
+    def _stop_reading(self, error: UnreachableError) -> None:
+        """Put what is left of the shard at hand back; rows that were read go on."""
+        assert self._reading is not None
+        self._shards.appendleft(replace(self._reading, begin=self._read_to))
+        self._unread = iter(())
+        self.stall = Stall(error, self.stall.since if self.stall else time.monotonic())
 
     def wants_row(self, num_wanted: int) -> bool:
         """Whether to read on now.
@@ -134,7 +177,7 @@ class RowSource:
         num_wanted: ready outputs without which the engine may soon lack work. Where rows are large
             they are read past the window's bytes, unless what fills it are copies.
         """
-        if self._num_held >= WINDOW_OUTPUTS or not self.has_unread:
+        if self._num_held >= WINDOW_OUTPUTS or not self._pull():
             return False
         if self._held_nbytes < WINDOW_NBYTES:
             return True
@@ -144,12 +187,12 @@ class RowSource:
     @property
     def next_row(self) -> int:
         """Index of the row that `prepare_row` prepares."""
-        assert self.has_unread and self._next is not None
+        assert self._pull() and self._next is not None
         return self._next[0].index
 
     def prepare_row(self) -> None:
         """Read the next row; its outputs become ready, wait for equal ones, or are error rows."""
-        assert self.has_unread and self._next is not None
+        assert self._pull() and self._next is not None
         (row, values), self._next = self._next, None
         loss = self._failed.pop(row.index, None)
         if loss is not None:
@@ -229,9 +272,11 @@ class RowSource:
 
     def _read(self, shard: Shard) -> Iterator[tuple[_Row, RowValues]]:
         num_samples, done = self._num_samples, frozenset(shard.done)
+        self._read_to = shard.begin
         for first, batch in self._reader.read(shard.begin, shard.end):
             carried_nbytes = batch.table.nbytes // batch.num_rows
             for offset in range(batch.num_rows):
+                self._read_to = first + offset + 1
                 output = (first + offset) * num_samples
                 samples = [s for s in range(num_samples) if output + s not in done]
                 if samples:

@@ -22,12 +22,22 @@ from jobs.disk_space import is_disk_full, keep_spare, release_spare
 from jobs.dispatch import Dispatch, RowsFailedError
 from jobs.driver_process import DriverProcess, EngineLostError, clear_leftovers
 from jobs.home import Home
+from jobs.hook_watch import HookWatch, StartDelivery, start_delivery
 from jobs.isolation import RowLoss
 from jobs.job_log import LOG_FORMAT, cap_log, job_log
 from jobs.job_run import JobRun, Publisher
 from jobs.processes import ProcessId, boot_id
 from jobs.publish import publish_part
-from jobs.records import DiskFullError, Job, JobError, JobRequest, JobState, RunnerError
+from jobs.records import (
+    DiskFullError,
+    Job,
+    JobError,
+    JobRequest,
+    JobState,
+    RunnerError,
+    StorageError,
+    UnreachableError,
+)
 from jobs.schedule_watch import ScheduleWatch, StartServer, start_server
 from jobs.stop_signal import StopSignal
 from jobs.store import JobStore
@@ -37,6 +47,7 @@ __all__ = ["Runner", "ensure_runner", "main"]
 
 IDLE_EXIT_S = 600.0
 UNLOAD_AFTER_S = 300.0
+STORE_RETRY_S = 30.0
 POLL_INTERVAL_S = 0.25
 HEARTBEAT_INTERVAL_S = 5.0
 EVENT_TIMEOUT_S = 1.0
@@ -60,8 +71,10 @@ class Runner:
     start_driver: starts the process that talks to Ray
     idle_exit_s: the runner ends after this long without a job
     unload_after_s: the engine ends, and its memory is free, after this long without a job
+    store_retry_s: a job whose store does not answer tries again after this long
     clock: Unix seconds
     start_schedules: starts the process that makes the jobs of schedules
+    start_hook: starts a process that tells of a job's end
     """
 
     def __init__(
@@ -75,8 +88,10 @@ class Runner:
         start_driver: Callable[[Home], DriverProcess] = DriverProcess,
         idle_exit_s: float = IDLE_EXIT_S,
         unload_after_s: float = UNLOAD_AFTER_S,
+        store_retry_s: float = STORE_RETRY_S,
         clock: Callable[[], float] = time.time,
         start_schedules: StartServer = start_server,
+        start_hook: StartDelivery = start_delivery,
     ) -> None:
         self._home = home
         self._lock = lock
@@ -89,8 +104,11 @@ class Runner:
         self._driver: DriverProcess | None = None
         self._attempt = 0
         self._heartbeat_at = 0.0
+        self._store_retry_s = store_retry_s
+        self._waits_for_store: dict[str, float] = {}  # job, and when it may try again
         self._stop = stop
         self._schedules = ScheduleWatch(home, store, clock=clock, start=start_schedules)
+        self._hooks = HookWatch(home, store, clock=clock, start=start_hook)
 
     def run(self) -> None:
         """Clear up after the dead, then run jobs until told to stop or idle for too long."""
@@ -139,7 +157,11 @@ class Runner:
 
     def _claim_job(self) -> Job | None:
         try:
-            return self._store.claim_job()
+            now = time.monotonic()
+            self._waits_for_store = {
+                job_id: until for job_id, until in self._waits_for_store.items() if until > now
+            }
+            return self._store.claim_job(self._waits_for_store.keys())
         except DiskFullError as error:
             log.error("no job can start: %s", error)
             self._stop.wait(DISK_RETRY_S)
@@ -170,6 +192,7 @@ class Runner:
         self._stop.wait(POLL_INTERVAL_S)
 
     def _beat(self) -> None:
+        self._hooks.serve()
         if time.monotonic() - self._heartbeat_at > HEARTBEAT_INTERVAL_S:
             self._heartbeat_at = time.monotonic()
             cap_log(self._home.log_path)
@@ -195,12 +218,20 @@ class Runner:
                 self._work(run)
             except CountingStoppedError:
                 self._leave_job(run, self._store.job(job.id).request)
+            except UnreachableError as error:
+                log.warning("job %s waits for a store: %s", job.id, error)
+                self._waits_for_store[job.id] = time.monotonic() + self._store_retry_s
+                hint = "; its finished rows are kept, and it goes on by itself when that answers"
+                self._stop_surely(run, "interrupted", f"{error}{hint}")
             except Exception as error:
                 log.exception("job %s cannot go on", job.id)
                 known = isinstance(error, JobError | OSError)
                 reason = str(error) if known else f"{type(error).__name__}: {error}"
                 if is_disk_full(error):
                     hint = f"; make room and go on with `ntx-batch resume {job.id}`"
+                    self._stop_surely(run, "paused", reason + hint)
+                elif isinstance(error, StorageError):
+                    hint = f"; finished rows are kept, go on with `ntx-batch resume {job.id}`"
                     self._stop_surely(run, "paused", reason + hint)
                 else:
                     self._stop_surely(run, "failed", reason)

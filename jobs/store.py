@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -216,29 +216,30 @@ class JobStore(RowStore):
     def remove_job(self, job_id: str) -> None:
         """Forget a job and its rows; files stay.
 
-        Raises StoreError: a runner works on it, or another job waits for its results.
+        Raises StoreError: a runner works on it, or another job has yet to read what it has.
         """
         with self._db.atomic():
+            if readers := [row["id"] for row in self._db.rows("select_readers", id=job_id)]:
+                raise StoreError(
+                    f"job {', '.join(readers)} has yet to read what job {job_id} has: wait for "
+                    f"that, or end it with `ntx-batch cancel {readers[0]}`"
+                )
             if self._db.row("delete_job", id=job_id) is None:
                 state = self.job(job_id).state
-                if state == "running":
-                    raise StoreError(f"job {job_id} is {state}: cancel or pause it first")
-                later = ", ".join(
-                    row["id"] for row in self._db.rows("select_waiting_for", id=job_id)
-                )
-                raise StoreError(
-                    f"job {job_id} has results that are yet to be read by job {later}: let that "
-                    f"one begin, or `ntx-batch cancel` it, before this one is removed"
-                )
+                raise StoreError(f"job {job_id} is {state}: cancel or pause it first")
             self._settle_chains()
 
-    def claim_job(self) -> Job | None:
+    def claim_job(self, passed_over: Collection[str] = ()) -> Job | None:
         """Make a queued or interrupted job running, for the caller; None if none can run.
 
         Of those with the highest priority it is the oldest. Its attempt rises by one.
+
+        passed_over: ids of jobs that cannot go on yet
         """
         with self._db.atomic():
-            row = self._db.row("claim_job", now=self._clock())
+            row = self._db.row(
+                "claim_job", now=self._clock(), passed_over=json.dumps(sorted(passed_over))
+            )
             return None if row is None else self.job(row["id"])
 
     def mark_interrupted(self) -> list[str]:

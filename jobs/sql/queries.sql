@@ -30,17 +30,15 @@ WITH RECURSIVE retry (id) AS (
 SELECT job_with_hooks.* FROM job_with_hooks JOIN retry USING (id) ORDER BY num;
 
 -- delete_job --
--- Forget a job with all that hangs on it, unless a runner works on it or another job waits for it.
-DELETE FROM job WHERE id = :id AND state != 'running' AND NOT EXISTS (
-    SELECT 1 FROM job AS later
-    WHERE later.after = :id AND later.state NOT IN ('completed', 'failed', 'cancelled')
-)
-RETURNING id;
+-- Forget a job with all that hangs on it, unless a runner works on it.
+DELETE FROM job WHERE id = :id AND state != 'running' RETURNING id;
 
--- select_waiting_for --
--- Jobs that are not over and have yet to read a job's results.
+-- select_readers --
+-- Jobs that are not over and read what a job has: its results, or the copy of another's results that
+-- a retry shares with it.
 SELECT id FROM job
-WHERE after = :id AND state NOT IN ('completed', 'failed', 'cancelled')
+WHERE (after = :id OR (retry_of = :id AND json_extract(spec, '$.after') IS NOT NULL))
+    AND state NOT IN ('completed', 'failed', 'cancelled')
 ORDER BY num;
 
 -- select_chained --
@@ -94,12 +92,14 @@ SELECT * FROM job_with_hooks ORDER BY num;
 SELECT id FROM job WHERE results_dir = :results_dir;
 
 -- claim_job --
--- Take the oldest waiting job of the highest priority, unless another process does so first.
+-- Take the oldest waiting job of the highest priority, unless another process does so first, or
+-- it is to be passed over.
 UPDATE job
 SET state = 'running', reason = NULL, request = NULL, attempt = attempt + 1, finished_at = NULL,
     started_at = coalesce(started_at, :now)
 WHERE num = (
     SELECT num FROM job WHERE state IN ('queued', 'interrupted') AND NOT waits
+        AND id NOT IN (SELECT value FROM json_each(:passed_over))
     ORDER BY priority DESC, num LIMIT 1
 )
 RETURNING id;
