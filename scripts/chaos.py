@@ -1,21 +1,26 @@
-"""kill -9 of each process below a runner, in the middle of a job, and what comes of it.
+"""kill -9 of processes of ours, at random, in the middle of a job, and what comes of it.
 
-`python -m scripts.chaos --model FILE [--rows N] [--times N]` runs one job, kills each of engine
-actor, driver, raylet and GCS in turn while rows are on board, and reports for each kill the seconds
-until the next row was committed and whether anything of the dead instance was left. In the end it
-compares the rows with those of a job that nobody disturbed.
+    python -m scripts.chaos --model FILE [--rows 3000] [--kills 20] [--seed 0] [--json FILE]
+
+Runs one job and kills, each time after some more rows, one of the runner, the driver, the engine
+actor, the raylet and the GCS, all as often; where the runner was hit it starts another. Sometimes
+it kills again before rows are back on board, which is not counted. In the end it compares rows
+with those of a job that nobody disturbed, and counts what the engines computed again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import random
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +29,46 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import ntx_batch
-from jobs.control import stop_runner
+from jobs.control import runner_status, stop_runner
 from jobs.home import Home
 from jobs.processes import ProcessId, find_instance, read_leader
+from jobs.store import JobStore
+from jobs.temp_folder import PREFIX, temp_roots
+from ntx_batch import client
+from scripts.bench_report import machine_facts
+from scripts.chaos_driver import Computed, read_notes
+from scripts.chaos_runner import start_chaos_runner
 
-ROLES = ("EngineActor", "driver", "raylet", "gcs_server")
-NEW_ROWS = 10  # between the way back and the next kill
-GO_ON_S, GONE_S = 30.0, 60.0
-COMPILE_S = 600.0
+ROLES = ("runner", "driver", "EngineActor", "raylet", "gcs_server")
+NEW_ROWS = 10  # at least, between the way back and the next kill
+HURRIED_SHARE, HURRIED_WITHIN_S = 0.2, 3.0
+GO_ON_S = 30.0  # within which a job should go on, on a machine that does nothing else
+GONE_S, BACK_S, COMPILE_S = 60.0, 180.0, 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """go_on_s: until the next row was committed; num_left: processes of the dead instance then"""
+    """One kill -9 and what it cost.
+
+    num_on_board: rows that the engine was at work on; 0 where none had come so far
+    num_lost: rows that it had admitted and that were not kept: those, and finished ones on the way
+    go_on_s: until the next row was committed; None where the next kill came before
+    num_left: processes of the dead instance when the job went on
+    """
 
     role: str
-    go_on_s: float
+    num_on_board: int
+    num_lost: int
+    go_on_s: float | None
     num_left: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """num_begun: times that a row was admitted after its first; num_finished: ended after that"""
+
+    num_begun: int
+    num_finished: int
 
 
 def instance(home: Home) -> set[ProcessId]:
@@ -51,8 +79,12 @@ def instance(home: Home) -> set[ProcessId]:
 
 def process_of(home: Home, role: str) -> ProcessId | None:
     """The process of this role, once there is one."""
+    if role == "runner":
+        pid = runner_status(home).pid
+        return None if pid is None else ProcessId.of(pid)
     if role == "driver":
-        return read_leader(home.driver_path)
+        leader = read_leader(home.driver_path)
+        return leader if leader and leader.is_running() else None
     for process in instance(home):
         try:
             if role in psutil.Process(process.pid).name():
@@ -71,43 +103,110 @@ def wait_until(condition: Callable[[], Any], timeout_s: float) -> Any:
     return value
 
 
-def kill_one(job: ntx_batch.JobHandle, role: str) -> Kill:
-    """Kill a process of the job's instance, and wait until the job goes on."""
-    doomed = wait_until(lambda: process_of(job.home, role), GO_ON_S)
-    before = instance(job.home)
-    assert job.snapshot().state == "running", "the job is too short for so many kills"
-    os.kill(doomed.pid, signal.SIGKILL)
-    killed_at = time.monotonic()
-    # What was on its way to the store when the process died may still arrive.
-    wait_until(lambda: not doomed.is_running(), GO_ON_S)
-    wait_until(lambda: not any(p.is_running() for p in before), GONE_S)
-    num_done = job.snapshot().num_ok
-    wait_until(lambda: job.snapshot().num_ok > num_done, GONE_S)
-    go_on_s = time.monotonic() - killed_at
-    num_left = sum(process.is_running() for process in before)
-    num_done = job.snapshot().num_ok
-    wait_until(lambda: job.snapshot().num_ok >= num_done + NEW_ROWS, GONE_S)
-    return Kill(role, go_on_s, num_left)
+def recomputed(engines: Iterable[Computed]) -> Recomputed:
+    """How much more was computed than each row once."""
+    engines = list(engines)
+    begun = Counter(row for engine in engines for row in engine.begun)
+    finished = Counter(row for engine in engines for row in engine.finished)
+    return Recomputed(begun.total() - len(begun), finished.total() - len(finished))
 
 
-def run_job(
-    model: Path, home: Path, prompts: Path, max_tokens: int, roles: list[str]
-) -> tuple[pa.Table, list[Kill]]:
-    """A job whose instance loses these processes one after the other."""
-    job = ntx_batch.submit(
+class Chaos:
+    """One job, and the killing of what runs it."""
+
+    def __init__(self, job: ntx_batch.JobHandle, num_rows: int, seed: int) -> None:
+        self.job = job
+        self.kills: list[Kill] = []
+        self._num_rows = num_rows
+        self._random = random.Random(seed)
+        self._kept: set[int] = set()
+        self._dead: str | None = None  # the engine that was killed last
+
+    @property
+    def num_counted(self) -> int:
+        return sum(kill.num_on_board > 0 for kill in self.kills)
+
+    def run(self, num_kills: int) -> None:
+        """Kill until so many kills met rows on board, then let the job end."""
+        self._start_runner()
+        self._wait_rows(NEW_ROWS, COMPILE_S)
+        roles = list[str]()
+        while self.num_counted < num_kills:
+            roles = roles or self._random.sample(ROLES, len(ROLES))
+            left = self._num_rows - self.job.snapshot().num_ok
+            spread = max(NEW_ROWS, left // (2 * (num_kills - self.num_counted + 1)))
+            self._wait_rows(self._random.randint(NEW_ROWS, spread), BACK_S)
+            self._kill(roles.pop(), hurried=self._random.random() < HURRIED_SHARE)
+        code = self.job.wait()
+        assert code == 0, f"the job ended with {code}: {self.job.snapshot().reason}"
+
+    def _start_runner(self) -> None:
+        started = start_chaos_runner(self.job.home)
+        wait_until(lambda: runner_status(self.job.home).pid == started.pid, GO_ON_S)
+
+    def _wait_rows(self, num_more: int, timeout_s: float) -> None:
+        wanted = self.job.snapshot().num_ok + num_more
+        wait_until(lambda: self.job.snapshot().num_ok >= wanted, timeout_s)
+
+    def _kill(self, role: str, *, hurried: bool) -> None:
+        """Kill a process and wait until the job goes on; in a hurry, kill again before that."""
+        killed_at = time.monotonic()
+        before = self._kill_now(role)
+        if hurried:
+            time.sleep(self._random.uniform(0.0, HURRIED_WITHIN_S))
+            again = self._random.choice(ROLES)
+            if process_of(self.job.home, again) is not None:
+                self._kill_now(again)
+        num_done = self.job.snapshot().num_ok
+        wait_until(lambda: self.job.snapshot().num_ok > num_done, BACK_S)
+        if not hurried:
+            go_on_s = time.monotonic() - killed_at
+            num_left = sum(process.is_running() for process in before)
+            last = self.kills.pop()
+            self.kills.append(Kill(role, last.num_on_board, last.num_lost, go_on_s, num_left))
+
+    def _kill_now(self, role: str) -> set[ProcessId]:
+        """Kill a process, wait until nothing of its instance is left, and see what was lost."""
+        home = self.job.home
+        doomed = wait_until(lambda: process_of(home, role), GO_ON_S)
+        before = instance(home)
+        assert self.job.snapshot().exit_code is None, "the job is too short for so many kills"
+        os.kill(doomed.pid, signal.SIGKILL)
+        wait_until(lambda: not doomed.is_running(), GO_ON_S)
+        wait_until(lambda: not any(process.is_running() for process in before), GONE_S)
+        name, engine = next(reversed(read_notes(home).items()), (None, Computed()))
+        if name == self._dead:
+            engine = Computed()  # there was no other since
+        self._dead = name
+        with JobStore(home.state_path) as store:
+            kept = set(store.done_keys(self.job.id)[:, 0].tolist())
+        assert self._kept <= kept, "rows that were kept are gone"
+        self._kept = kept
+        on_board = engine.on_board - kept
+        self.kills.append(Kill(role, len(on_board), len(engine.begun - kept), None, 0))
+        if role == "runner":
+            self._start_runner()
+        return before
+
+
+def queue(prompts: Path, home: Path, model: Path, max_tokens: int) -> ntx_batch.JobHandle:
+    return client.queue(
         prompts,
         model=model,
         home=home,
+        device="cpu",
         max_tokens=max_tokens,
         ignore_eos=True,
         sweep_tokens=64,
         kv_memory="64MiB",
     )
-    wait_until(lambda: job.snapshot().num_ok >= NEW_ROWS, COMPILE_S)
-    kills = [kill_one(job, role) for role in roles]
+
+
+def run_undisturbed(job: ntx_batch.JobHandle) -> pa.Table:
+    job.ensure_runner()
     code = job.wait()
     assert code == 0, f"the job ended with {code}: {job.snapshot().reason}"
-    return job.results(), kills
+    return job.results()
 
 
 def check_rows(table: pa.Table, undisturbed: pa.Table) -> None:
@@ -117,30 +216,75 @@ def check_rows(table: pa.Table, undisturbed: pa.Table) -> None:
     assert table["generated_text"].equals(undisturbed["generated_text"]), "a text has changed"
 
 
+def temp_folders(home: Home) -> list[Path]:
+    """Folders of Ray sessions of a state folder."""
+    return [
+        folder for root in temp_roots(os.environ) for folder in root.glob(f"{PREFIX}{home.key}-*")
+    ]
+
+
+def run_chaos(
+    model: Path, folder: Path, *, num_rows: int, num_kills: int, max_tokens: int, seed: int
+) -> tuple[list[Kill], Recomputed]:
+    """A disturbed job beside an undisturbed one. Raises AssertionError: what must hold does not."""
+    prompts, home = folder / "prompts.parquet", Home.open(folder / "home")
+    texts = [f"prompt number {row}" for row in range(num_rows)]
+    pq.write_table(pa.table({"prompt": texts}), prompts)
+    try:
+        undisturbed = run_undisturbed(queue(prompts, home.path, model, max_tokens))
+        stop_runner(home)
+        chaos = Chaos(queue(prompts, home.path, model, max_tokens), num_rows, seed)
+        chaos.run(num_kills)
+    finally:
+        stop_runner(home)
+    check_rows(chaos.job.results(), undisturbed)
+    again = recomputed(read_notes(home).values())
+    num_lost = sum(kill.num_lost for kill in chaos.kills)
+    assert again.num_finished <= again.num_begun <= num_lost, f"{again}, {num_lost} were lost"
+    assert not instance(home), "processes are left"
+    assert not temp_folders(home), "temporary folders are left"
+    return chaos.kills, again
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--rows", type=int, default=3000)
     parser.add_argument("--max-tokens", type=int, default=200)
-    parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=20, help="with rows on board")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write each kill here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ntx-chaos-") as folder:
-        prompts = Path(folder) / "prompts.parquet"
-        texts = [f"prompt number {row}" for row in range(options.rows)]
-        pq.write_table(pa.table({"prompt": texts}), prompts)
-        home = Path(folder) / "home"
-        roles = [role for role in ROLES for _ in range(options.times)]
-        try:
-            undisturbed, _ = run_job(options.model, home, prompts, options.max_tokens, [])
-            table, kills = run_job(options.model, home, prompts, options.max_tokens, roles)
-        finally:
-            stop_runner(Home.open(home))
-        check_rows(table, undisturbed)
-    print("killed,goes_on_after_s,processes_left")
+        kills, again = run_chaos(
+            options.model.resolve(),
+            Path(folder),
+            num_rows=options.rows,
+            num_kills=options.kills,
+            max_tokens=options.max_tokens,
+            seed=options.seed,
+        )
+    print("killed,rows_on_board,rows_lost,goes_on_after_s,processes_left")
     for kill in kills:
-        print(f"{kill.role},{kill.go_on_s:.1f},{kill.num_left}")
-    worst = max(kill.go_on_s for kill in kills)
-    print(f"{options.rows} rows once each, texts as undisturbed; slowest return {worst:.1f} s")
+        go_on = "" if kill.go_on_s is None else f"{kill.go_on_s:.1f}"
+        print(f"{kill.role},{kill.num_on_board},{kill.num_lost},{go_on},{kill.num_left}")
+    num_counted = sum(kill.num_on_board > 0 for kill in kills)
+    num_lost = sum(kill.num_lost for kill in kills)
+    worst = max(kill.go_on_s for kill in kills if kill.go_on_s is not None)
+    print(
+        f"{options.rows} rows once each, texts as undisturbed; {len(kills)} kills, {num_counted} "
+        f"with rows on board; {num_lost} rows admitted and not kept then, {again.num_begun} of "
+        f"them begun again, {again.num_finished} finished twice; slowest return {worst:.1f} s"
+    )
+    if options.json is not None:
+        facts = {
+            "machine": machine_facts(),
+            "rows": options.rows,
+            "seed": options.seed,
+            "kills": [asdict(kill) for kill in kills],
+            "recomputed": asdict(again),
+        }
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
     return 0 if worst <= GO_ON_S else 1
 
 
