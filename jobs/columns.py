@@ -112,20 +112,25 @@ def _check_params_struct(field: pa.Field) -> None:
 
 def _carried_columns(spec: JobSpec, schema: pa.Schema, column: str) -> tuple[str, ...]:
     if spec.keep is None:
-        return tuple(name for name in schema.names if name != column)
+        # Results have columns of our names already, whose place is taken by this job's.
+        ours = _own_names(spec) if spec.after is not None else ()
+        return tuple(name for name in schema.names if name != column and name not in ours)
     for name in spec.keep:
         _must_have(schema, name, "keep")
     return tuple(name for name in schema.names if name in spec.keep)
 
 
 def _refuse_clashes(spec: JobSpec, carried: Iterable[str]) -> None:
-    ours = {spec.output_prefix + name for name in RESULT_COLUMNS}
-    clashes = [name for name in carried if name in ours]
+    clashes = [name for name in carried if name in _own_names(spec)]
     if clashes:
         raise SpecError(
             f"input columns {', '.join(clashes)} have names of result columns; name ours "
             "otherwise with --output-prefix, or leave them out with --keep"
         )
+
+
+def _own_names(spec: JobSpec) -> set[str]:
+    return {spec.output_prefix + name for name in RESULT_COLUMNS}
 
 
 def _must_have(schema: pa.Schema, name: str, option: str) -> None:

@@ -116,8 +116,12 @@ def _carried_field(field: pa.Field) -> pa.Field:
 def job_schema(job: Job) -> Schema:
     """The result schema of a job, from its input.
 
+    Of a job that has yet to get its input it has our own columns alone.
+
     Raises DatasetError, SpecError: the input is gone or has changed.
     """
+    if not job.manifest.files:
+        return result_schema(pa.schema([]), Binding(source="template", column=""), job.spec)
     input_schema = read_schema(job.manifest)
     return result_schema(input_schema, bind_columns(job.spec, input_schema), job.spec)
 

@@ -43,9 +43,9 @@ def check_unchanged_job(
 def new_input_files(job: Job) -> list[str]:
     """Files of the input that came after the submit; the job does not read them.
 
-    Those of a schedule's input are for other runs.
+    Those of a schedule's input are for other runs; the results of an earlier job were copied.
     """
-    if job.schedule is not None:
+    if job.schedule is not None or job.spec.after is not None:
         return []
     known = {file.path for file in job.manifest.files}
     try:

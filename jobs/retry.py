@@ -16,6 +16,8 @@ from jobs.store import JobStore
 def create_retry(store: JobStore, job_id: str, environment: Mapping[str, str]) -> Job:
     """Queue a job of the rows that failed, those left out that an earlier retry finished.
 
+    It has the priority and the hooks of the job.
+
     environment: variables that the job needs in its runner
 
     Raises SpecError: the job or a retry of it is not over, or no row has failed.
@@ -36,6 +38,8 @@ def create_retry(store: JobStore, job_id: str, environment: Mapping[str, str]) -
         retry_of=job_id,
         selection=keys,
         fingerprint=job.fingerprint,
+        priority=job.priority,
+        hooks={hook.event: hook.target for hook in job.hooks},
     )
 
 

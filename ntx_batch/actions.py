@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -12,7 +13,16 @@ from typing import Literal
 
 from jobs import control
 from jobs.home import Home
-from jobs.records import FINAL_STATES, FinishedRows, Job, JobRequest, JobState, StoreError
+from jobs.hook_store import HookStore
+from jobs.records import (
+    FINAL_STATES,
+    FinishedRows,
+    Job,
+    JobRequest,
+    JobState,
+    RunnerError,
+    StoreError,
+)
 from jobs.store import JobStore
 
 STOP_TIMEOUT_S = 30.0
@@ -67,6 +77,11 @@ def _stop(home: Home, job_id: str, request: JobRequest, *, wait: bool = True) ->
         if before.state in FINAL_STATES:
             return f"job {job_id} had already {_past(before.state)}"
         after = _ask(store, home, job_id, request, timeout_s=STOP_TIMEOUT_S if wait else 0.0)
+        has_hooks = HookStore(store).are_open()
+    if has_hooks:
+        # The job is over either way; the next runner tells those who are to know.
+        with contextlib.suppress(RunnerError):
+            control.ensure_runner(home)
     if after.state == wanted:
         return f"job {job_id} {wanted}; its {_rows(after)} kept{hint}"
     if after.state in FINAL_STATES:
@@ -131,6 +146,11 @@ def _why_not(job: Job) -> str | None:
             return f"job {job.id} was already {job.state}"
         case "interrupted":
             return f"job {job.id} was interrupted, and goes on by itself"
+        case "failed" if job.waits and job.after:
+            return (
+                f"job {job.id} has failed with job {job.after}, whose results it is to read, and "
+                f"goes on with that one: {job.reason}"
+            )
     if job.total and job.num_ok + job.num_error == job.total:
         return (
             f"job {job.id} has finished all its rows; `ntx-batch retry {job.id}` runs the failed "
@@ -140,8 +160,10 @@ def _why_not(job: Job) -> str | None:
 
 
 def _queue_again(store: JobStore, home: Home, job: Job) -> str:
+    from jobs.chain_input import refuse_orphan
     from jobs.resume_check import check_unchanged_job, new_input_files
 
+    refuse_orphan(job)
     check_unchanged_job(job, store.parts(job.id))
     control.check_environment(control.runner_status(home), os.environ)
     try:
@@ -153,6 +175,14 @@ def _queue_again(store: JobStore, home: Home, job: Job) -> str:
     lines = [f"job {job.id} is queued again; its {_rows(job)} kept"]
     lines += [f"{path} came after the submit and is not read" for path in new_input_files(job)]
     return "\n".join(lines)
+
+
+def set_priority(home: Home, job_id: str, priority: int) -> str:
+    """Let a job that waits run before those of lower priority; a running one runs on."""
+    with JobStore(home.state_path) as store:
+        if store.set_priority(job_id, priority):
+            return f"job {job_id} has priority {priority}"
+        return f"job {job_id} had already {_past(store.job(job_id).state)}"
 
 
 def retry(home: Home, job_id: str) -> Job:
@@ -197,7 +227,7 @@ def hopeless_rows(codes: Mapping[str, int]) -> str | None:
 def remove(home: Home, job_id: str) -> str:
     """Forget a job, and delete its log and its results, unless those are in a folder of `-o`.
 
-    Raises StoreError: it is running.
+    Raises StoreError: it is running, or another job has yet to read its results.
     """
     with JobStore(home.state_path) as store:
         job = current_job(store, home, job_id)

@@ -27,7 +27,10 @@ from ntx_batch.interrupts import Interrupts
 from ntx_batch.schedule_cli import add_schedules
 from ntx_batch.status import input_warnings, status_record
 
-NOT_PLANNED = ("output", "key", "overwrite", "verify", "max_errors", "row_timeout", "keep")
+NOT_PLANNED = (
+    *("output", "key", "overwrite", "verify", "max_errors", "row_timeout", "keep"),
+    *("after", "after_errors", "priority", "on_finish", "on_failure"),
+)
 TABLE_ROWS = 20  # of `results` without --head
 EXIT_FAILED, EXIT_USAGE, EXIT_TIMEOUT, EXIT_INTERRUPTED = 1, 2, 124, 130
 # What the command names is wrong; anything else that is in the way has EXIT_FAILED.
@@ -80,6 +83,8 @@ def submit(
     """Check a job, queue it, and print its id.
 
     A background runner does the work and outlives this terminal.
+
+    With --after it reads the results of another job, when that has completed: a chain.
 
     Example: ntx-batch submit prompts.parquet --model model.gguf --chat --max-tokens 128 --wait
     """
@@ -277,6 +282,22 @@ def resume(job: JobId) -> None:
     Example: ntx-batch resume d254e
     """
     render.note(client.job(job).resume())
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def priority(
+    job: JobId,
+    number: Annotated[
+        int, typer.Argument(metavar="N", help="Higher runs first; 0 is usual.", show_default=False)
+    ],
+) -> None:
+    """Change the order of waiting jobs: of the highest priority the oldest runs next.
+
+    A running job runs on, whatever waits.
+
+    Example: ntx-batch priority d254e 10
+    """
+    render.note(client.job(job).set_priority(number))
 
 
 @app.command()

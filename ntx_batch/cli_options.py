@@ -94,13 +94,13 @@ def _is_absent(value: Any) -> bool:
 def _job_arguments() -> list[inspect.Parameter]:
     def arguments(
         input: Annotated[
-            str,
+            str | None,
             typer.Argument(
                 metavar="INPUT",
                 help="Parquet, JSON lines or CSV: file, folder, pattern; or a job file, JOB.toml.",
                 show_default=False,
             ),
-        ],
+        ] = None,
         model: Annotated[
             str | None,
             typer.Option(

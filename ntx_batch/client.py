@@ -21,7 +21,14 @@ from typing import Any
 
 from jobs import control
 from jobs.home import Home
-from jobs.records import FinishedRows, Job, JobError, JobNotFoundError, RunnerError
+from jobs.records import (
+    FinishedRows,
+    Job,
+    JobError,
+    JobNotFoundError,
+    RunnerError,
+    SpecError,
+)
 from jobs.store import JobStore
 from jobs.temp_folder import space_warnings
 from ntx_batch import actions
@@ -64,8 +71,8 @@ class JobHandle:
                 runner_seen = now
             elif now - runner_seen > RUNNER_GRACE_S:
                 raise RunnerError(
-                    f"job {self.id} is {job.state} and there is no runner to go on with it; see "
-                    f"{self.home.log_path} and start one with `ntx-batch runner start`"
+                    f"job {self.id} {_state_text(job)} and there is no runner to go on with it; "
+                    f"see {self.home.log_path} and start one with `ntx-batch runner start`"
                 )
             time.sleep(POLL_INTERVAL_S)
         yield job
@@ -105,6 +112,15 @@ class JobHandle:
         """
         return actions.resume(self.home, self.id)
 
+    def set_priority(self, priority: int) -> str:
+        """Let the job run before those of lower priority, where it still waits. Says what it did.
+
+        Raises SpecError: it is no whole number.
+        """
+        from ntx_batch.submission import parse_priority
+
+        return actions.set_priority(self.home, self.id, parse_priority(priority))
+
     def retry(self) -> JobHandle:
         """A new job of the failed rows; `results` of this one shows what it brings.
 
@@ -115,7 +131,7 @@ class JobHandle:
     def remove(self) -> str:
         """Forget the job and delete its results, unless `output` named their folder.
 
-        Raises StoreError: it is running.
+        Raises StoreError: it is running, or another job has yet to read its results.
         """
         return actions.remove(self.home, self.id)
 
@@ -201,7 +217,7 @@ class JobHandle:
 
 
 def submit(
-    input: str | Path,
+    input: str | Path | None = None,
     *,
     model: str | Path | None = None,
     key: str | None = None,
@@ -212,13 +228,14 @@ def submit(
 ) -> JobHandle:
     """Check a job, queue it, and make sure that a runner is there to run it.
 
-    input: Parquet, JSON lines or CSV: a file, a folder, or a pattern; or a job file
+    input: Parquet, JSON lines or CSV: a file, a folder, or a pattern; or a job file; None with
+        `after`, the job, or its id, whose results are the input
     model: GGUF file
     key: where a job was submitted with this key before, that one is returned and none is queued
     overwrite: remove the parts of other jobs, and nothing else, from the folder `output`
     home: state folder; None takes $NTX_HOME, else the platform's
     say: gets each note about what was bound or is worth knowing
-    options: those of `ntx-batch submit`, dashes as underscores: max_tokens, chat, kv_memory, ...
+    options: those of `ntx-batch submit`, dashes as underscores: max_tokens, chat, after, ...
 
     Raises SpecError, DatasetError, OutputError, EngineError: the job cannot run as asked.
     Raises RunnerError: no runner could be started; the job waits for one.
@@ -230,7 +247,7 @@ def submit(
 
 
 def queue(
-    input: str | Path,
+    input: str | Path | None = None,
     *,
     home: str | Path | None = None,
     say: Callable[[str], None] = lambda _: None,
@@ -239,6 +256,8 @@ def queue(
     """Check a job and queue it, for a runner that is there or comes. Takes what `submit` takes."""
     from ntx_batch.submission import queue_job, read_submission
 
+    if isinstance(after := options.get("after"), JobHandle):
+        options["after"] = after.id
     submission = read_submission(input, options)
     place = Home.open(home)
     control.check_environment(control.runner_status(place), os.environ)
@@ -248,7 +267,7 @@ def queue(
         return JobHandle(queue_job(store, submission, say).id, place)
 
 
-def run(input: str | Path, **options: Any) -> JobHandle:
+def run(input: str | Path | None = None, **options: Any) -> JobHandle:
     """Submit a job and wait for it; an interrupt pauses it. Takes what `submit` takes."""
     job = submit(input, **options)
     with Interrupts(signal.SIGINT) as interrupts:
@@ -269,6 +288,10 @@ def job(id_prefix: str, *, home: str | Path | None = None) -> JobHandle:
     place = Home.open(home)
     with JobStore(place.state_path) as store:
         return JobHandle(store.find_job(id_prefix).id, place)
+
+
+def _state_text(job: Job) -> str:
+    return f"is {job.state}" + (f" ({job.reason})" if job.reason else "")
 
 
 def list_jobs(*, home: str | Path | None = None) -> list[JobHandle]:
@@ -314,7 +337,7 @@ def inspect(
 
 
 def plan(
-    input: str | Path,
+    input: str | Path | None = None,
     *,
     model: str | Path | None = None,
     home: str | Path | None = None,
@@ -330,6 +353,8 @@ def plan(
     from ntx_batch.submission import read_submission
 
     submission = read_submission(input, {"model": model, **options})
+    if submission.spec.after is not None:
+        raise SpecError("a job that reads another's results cannot be planned: they are its input")
     return make_report(submission.spec, Home.open(home))
 
 

@@ -6,17 +6,21 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from jobs.records import SpecError
+from jobs.hooks import parse_hook
+from jobs.records import HookEvent, SpecError
 from jobs.uris import is_uri
 from ntx_batch.spec import KNOWN_OPTIONS, nearest
 
 JOB_FILE_SUFFIX = ".toml"
-KNOWN_KEYS = ("input", "model", "key", "overwrite", *KNOWN_OPTIONS)
+HOOK_OPTIONS: dict[str, HookEvent] = {"on_finish": "finish", "on_failure": "failure"}
+KNOWN_KEYS = ("input", "model", "key", "overwrite", "priority", *HOOK_OPTIONS, *KNOWN_OPTIONS)
 _PATHS = ("input", "model", "output")
 
 
 def read_job_file(path: str | Path) -> dict[str, Any]:
     """The options in a job file, ready for `submit`. Paths in it are relative to the file.
+
+    Commands of hooks are too, and run in its folder.
 
     Raises SpecError: it cannot be read, is not TOML, or has a key that is no option.
     """
@@ -38,6 +42,8 @@ def _resolve(file: Path, name: str, value: Any) -> Any:
         if name in _PATHS:
             raise SpecError(f"{file}: {name} is a path, not {value!r}")
         return value
+    if name in HOOK_OPTIONS:
+        return parse_hook(name, value, cwd=file.parent)
     if name in _PATHS:
         return value if is_uri(value) else str(file.parent / value)
     if name == "chat_template":

@@ -36,6 +36,29 @@ class Option:
 
 OPTIONS: dict[str, tuple[Option, ...]] = {
     "Job": (
+        Option(
+            "after",
+            str,
+            "JOB",
+            "Read the results of this job, once it has completed; no INPUT then. A template may "
+            "name its columns: generated_text, and those that it carries.",
+        ),
+        Option(
+            "after_errors",
+            str,
+            "skip|fail|pass",
+            "Rows of that job that are not ok: leave them out, fail, or read them like others.",
+            "skip",
+        ),
+        Option("priority", int, "N", "Jobs of a higher one run first; none is interrupted.", "0"),
+        Option(
+            "on_finish",
+            str,
+            "COMMAND|URL",
+            "When the job is over, whatever came of it: run a command, with the JSON of `status` "
+            "on its standard input, or POST that to an http(s) URL.",
+        ),
+        Option("on_failure", str, "COMMAND|URL", "The same, only when the job has failed."),
         Option("key", str, "K", "If a job has this key already, name that one and queue none."),
         Option("overwrite", bool, None, "Remove other jobs' parts, nothing else, from -o."),
         Option("verify", bool, None, "Know the model again by all its bytes, not by samples."),

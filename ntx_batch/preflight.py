@@ -16,7 +16,7 @@ from engine.pretokenizers import find_pre_tokenizer
 from engine.requests import RowError, TokenizerError
 from jobs.budget import check_budget, check_host_memory, check_threads
 from jobs.columns import bind_columns
-from jobs.dataset import SAMPLE_NBYTES, build_manifest, read_schema
+from jobs.dataset import SAMPLE_NBYTES, Schema, build_manifest, read_schema
 from jobs.fingerprint import read_fingerprint
 from jobs.formats.csv_file import name_of
 from jobs.job_device import choose_job_device, device_notes
@@ -47,12 +47,14 @@ def check_job(
     overwrite: bool = False,
     checks_budget: bool = True,
     only: Container[str] | None = None,
+    schema: Schema | None = None,
 ) -> Checked:
     """Check a spec against its model and its input.
 
     overwrite: parts of other jobs may be in the results folder
     checks_budget: refuse a --memory in which no row at all could run; who plans refuses more
     only: paths; other files of the input are left out as if they were not there
+    schema: of an input that is not there yet
 
     Raises SpecError, DatasetError, ResultsError, EngineError: what does not fit, with what to do.
     """
@@ -65,7 +67,10 @@ def check_job(
     if checks_budget:
         check_budget(spec.engine, choice.device, file, hparams)
     _check_tokenizer(spec, file)
-    manifest, binding = _check_input(spec, only)
+    if schema is None:
+        manifest, binding = _check_input(spec, only)
+    else:
+        manifest, binding = Manifest(files=()), bind_columns(spec, schema)
     overwrites = _check_output(spec, manifest, overwrite=overwrite)
     _check_templates(spec, file, uses_chat=spec.chat or binding.source == "messages")
     notes = (
@@ -168,6 +173,9 @@ def _own_template(file: GgufFile) -> str | None:
 
 
 def _input_notes(spec: JobSpec, manifest: Manifest, binding: Binding) -> Iterator[str]:
+    if spec.after is not None:
+        yield f"results of job {spec.after}; {_source_text(binding)}"
+        return
     files = "1 file" if len(manifest.files) == 1 else f"{len(manifest.files)} files"
     yield f"{_rows_text(spec, manifest)} of {files}; {_source_text(binding)}"
     if manifest.format == "csv":

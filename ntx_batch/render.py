@@ -21,7 +21,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from jobs.records import Job
+from jobs.hooks import shown_target
+from jobs.records import Hook, Job
 from ntx_batch.status import Rates, rates_of, reused_share, took_s
 
 STATE_STYLES = {
@@ -148,6 +149,8 @@ def print_status(job: Job, now: float) -> None:
             **({"retries": job.retry_of} if job.retry_of else {}),
             **({"schedule": f"{job.schedule}, run {job.run}"} if job.schedule else {}),
             **({"key": job.key} if job.key else {}),
+            **({"priority": job.priority} if job.priority else {}),
+            **_chain_facts(job),
             "rows": _counts(job),
             **_saved_facts(job),
             "speed": _speed(job, now),
@@ -159,8 +162,32 @@ def print_status(job: Job, now: float) -> None:
             **device_facts(job),
             **achieved_facts(job),
             **_kv_facts(job),
+            **{f"on {hook.event}": _hook_text(hook) for hook in job.hooks},
         }
     )
+
+
+def _chain_facts(job: Job) -> dict[str, str]:
+    """The job whose results this one reads, and how many rows of them."""
+    if job.spec.after is None:
+        return {}
+    text = f"job {job.spec.after}"
+    if facts := job.record.get("after"):
+        text += f", {facts['rows']} rows"
+        if facts["not_ok"]:
+            fate = "left out" if facts["left_out"] else "read like others"
+            text += f"; {facts['not_ok']} not ok, {fate}"
+    return {"after": text}
+
+
+_HOOK_STATES = {"idle": "waits for that", "due": "to be told", "running": "being told"}
+
+
+def _hook_text(hook: Hook) -> str:
+    text = f"{shown_target(hook.target)}: {_HOOK_STATES.get(hook.state, hook.state)}"
+    if hook.num_attempts > 1 or hook.error:
+        text += f", attempt {hook.num_attempts}"
+    return f"{text}: {hook.error}" if hook.error else text
 
 
 def _saved_facts(job: Job) -> dict[str, str]:
@@ -237,9 +264,13 @@ def _against(achieved: float | None, predicted: float | None, form: str) -> str:
 
 
 def print_jobs(jobs: Iterable[Job], now: float) -> None:
+    jobs = list(jobs)
+    columns = dict(JOB_COLUMNS)
+    if has_priorities := any(job.priority for job in jobs):
+        columns |= {"PRIORITY": 8, "INPUT": columns.pop("INPUT")}
     table = Table(box=None, padding=(0, 2, 0, 0))
     # In a narrow terminal the input's name is cut, and nothing else.
-    for name, width in JOB_COLUMNS.items():
+    for name, width in columns.items():
         table.add_column(name, no_wrap=True, min_width=width)
     for job in jobs:
         speed = rates_of(job, now).tokens_per_s
@@ -251,9 +282,14 @@ def print_jobs(jobs: Iterable[Job], now: float) -> None:
             str(job.num_error),
             "-" if speed is None else f"{speed:.1f}",
             time.strftime("%m-%d %H:%M", time.localtime(job.created_at)),
-            Path(job.spec.input).name + (f" ({job.schedule} {job.run})" if job.schedule else ""),
+            *([str(job.priority)] if has_priorities else []),
+            _input_name(job) + (f" ({job.schedule} {job.run})" if job.schedule else ""),
         )
     print_table(table)
+
+
+def _input_name(job: Job) -> str:
+    return f"after {job.spec.after}" if job.spec.after else Path(job.spec.input).name
 
 
 def summary(job: Job, now: float) -> str:

@@ -22,7 +22,14 @@ from jobs.files import names_in
 from jobs.home import Home
 from jobs.job_log import LOG_FORMAT
 from jobs.output_folder import remove_own_files
-from jobs.records import DatasetError, Job, JobError, NoInputError, SpecError
+from jobs.records import (
+    DatasetError,
+    Job,
+    JobError,
+    NoInputError,
+    SpecError,
+    UnreachableError,
+)
 from jobs.schedule import Due, choose_action, fill_in, find_due, has_placeholder, iso_wall
 from jobs.schedule_items import file_items, find_new_rows, manifest_items
 from jobs.schedule_store import Schedule, ScheduleRun, ScheduleSpec, ScheduleStore, Settlement
@@ -122,12 +129,17 @@ class ScheduleServer:
         """Make the job of a run, or note why there is none.
 
         at: the instant that {date} is of
+
+        Raises UnreachableError: a store does not answer; nothing is noted.
         """
         try:
             current = self._past_taken_folders(schedule, at)
             job = None if current is None else self._make_job(current, settlement, at)
         except (NothingToDoError, NoInputError) as error:
             return self._settle(schedule, settlement, "nothing", str(error))
+        except UnreachableError:
+            # The occurrence stays undecided, and is served again.
+            raise
         except (JobError, EngineError, OSError) as error:
             return self._settle(schedule, settlement, "refused", str(error))
         except Exception as error:
@@ -222,6 +234,8 @@ class ScheduleServer:
             selection=plan.selection,
             fingerprint=plan.checked.fingerprint,
             overwrite=plan.submission.overwrite,
+            priority=plan.submission.priority,
+            hooks=plan.submission.hooks,
         )
 
     def _remove_old(self, schedule: Schedule) -> None:

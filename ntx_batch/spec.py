@@ -34,6 +34,8 @@ ENGINE_OPTIONS = {
     "reuse": "reuse_prefixes",
 }
 JOB_OPTIONS = (
+    "after",
+    "after_errors",
     "output",
     "prompt_column",
     "messages_column",
@@ -60,6 +62,7 @@ JOB_OPTIONS = (
 KNOWN_OPTIONS = (*JOB_OPTIONS, *ENGINE_OPTIONS, *SAMPLING_OPTIONS)
 
 CHOICES = {
+    "after_errors": ("skip", "fail", "pass"),
     "truncate": ("left", "right"),
     "on_bad_utf8": ("error", "replace"),
     "device": ("auto", "cpu", "gpu"),
@@ -77,10 +80,11 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-def build_spec(input: str | Path, *, model: str | Path, **options: Any) -> JobSpec:
+def build_spec(input: str | Path | None, *, model: str | Path, **options: Any) -> JobSpec:
     """Build the spec of a job from the options of `ntx-batch submit`, dashes as underscores.
 
-    input, model: paths, or a URI for the input; the spec holds them absolute
+    input, model: paths, or a URI for the input; the spec holds them absolute; no input is for
+        `after`, whose job says where it is
     options: any of KNOWN_OPTIONS; None is the same as leaving it out
 
     Raises SpecError: an unknown option, a value of the wrong kind, or two that exclude each other.
@@ -92,7 +96,7 @@ def build_spec(input: str | Path, *, model: str | Path, **options: Any) -> JobSp
     if "row_timeout" in given:
         given["row_timeout_s"] = given.pop("row_timeout")
     spec = JobSpec(
-        input=absolute(input),
+        input="" if input is None else absolute(input),
         model=_model(model),
         params=_params(params),
         engine=EngineConfig(**engine),
@@ -275,6 +279,7 @@ def _template(name: str, value: Any) -> str:
 
 
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
+    "after": _text,
     "output": _path,
     "prompt_column": _text,
     "messages_column": _text,
@@ -324,6 +329,10 @@ def _refuse_contradictions(spec: JobSpec) -> None:
         raise SpecError(
             f"{spec.samples} samples of a row would all be the same, since temperature 0 takes the "
             "most likely token each time: give a temperature, such as 0.8, or drop samples"
+        )
+    if spec.after is not None and (spec.encoding is not None or spec.delimiter is not None):
+        raise SpecError(
+            "encoding and delimiter are for CSV files; with after, the input is a job's results"
         )
     if spec.engine.device == "cpu" and spec.engine.host_memory_nbytes is not None:
         raise SpecError(

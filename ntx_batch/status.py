@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from jobs.records import Job
+from jobs.hooks import shown_target
+from jobs.records import Hook, Job
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +96,27 @@ def status_record(job: Job, now: float) -> dict[str, Any]:
         "retry_of": job.retry_of,
         "schedule": job.schedule,
         "run": job.run,
+        "after": job.spec.after,
+        "priority": job.priority,
+        "hooks": [hook_record(hook) for hook in job.hooks],
         "input": job.spec.input,
         "model": job.spec.model,
         "results": job.results_dir,
         "warnings": list(input_warnings(job)),
         "record": plain(job.record),
+    }
+
+
+def hook_record(hook: Hook) -> dict[str, Any]:
+    """Who is told of a job's end, without secrets, and how far that is."""
+    return {
+        "event": hook.event,
+        "target": shown_target(hook.target),
+        "state": hook.state,
+        "attempts": hook.num_attempts,
+        "exit_status": hook.exit_status,
+        "error": hook.error,
+        "tried_at": iso_time(hook.tried_at),
     }
 
 
