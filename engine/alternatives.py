@@ -14,7 +14,8 @@ from engine.ways import Way, way_of
 class Alternative:
     """A plan beside the chosen one.
 
-    decision: "resident layers", "output head", "sweep tokens", "KV pages", "weights" or "KV type"
+    decision: "resident layers", "output head", "sweep tokens", "KV pages", "host KV pages",
+        "weights" or "KV type"
     chosen, instead: what was decided, and what it is here
     plan: with its predictions; None where it does not fit
     refusal: why it does not fit, else empty
@@ -51,6 +52,10 @@ def alternatives(planner: Planner, plan: Plan) -> list[Alternative]:
         for other in planner.ways.neighbouring_sweeps(way)
     ]
     found += _of_pages(planner, plan)
+    found += [
+        _of_way(planner, plan, other, "host KV pages", _host_kv(other.host_kv_pages))
+        for other in planner.other_host_kv(plan)
+    ]
     other = replace(way, expand=not way.expand, num_resident=len(plan.resident), head_resident=True)
     kept_otherwise = _of_way(planner, plan, other, "weights", _weights(other.expand))
     if kept_otherwise.plan is None or planner.has_measured(expand=other.expand):
@@ -74,6 +79,7 @@ def _of_way(planner: Planner, plan: Plan, way: Way, decision: str, instead: str)
         "resident layers": str(sum(plan.resident)),
         "output head": _head(plan.head_resident),
         "sweep tokens": str(plan.sweep_tokens),
+        "host KV pages": _host_kv(plan.host_kv_pages),
         "weights": _weights(plan.expand),
     }
     found = planner.plan_of(way)
@@ -97,6 +103,10 @@ def _of_pages(planner: Planner, plan: Plan) -> Iterator[Alternative]:
                 plan=found,
                 refusal=refusal,
             )
+
+
+def _host_kv(num_pages: int) -> str:
+    return f"{num_pages}" if num_pages else "none: KV on the device alone"
 
 
 def _head(resident: bool) -> str:

@@ -171,7 +171,7 @@ class Planner:
         for _ in range(MAX_MOVES):
             ways = self.ways.near(plan)
             if plan.host_kv_pages:
-                ways += self.other_host_kv(plan)
+                ways += [way for way in self.other_host_kv(plan) if way.host_kv_pages]
             near = [self.predicted(found) for found in self._fitting(ways)]
             shortest = self._shorter(plan, min(near, key=_job_s, default=plan))
             if shortest is plan:
@@ -184,7 +184,7 @@ class Planner:
         return other if _job_s(other) * AS_GOOD < _job_s(plan) else plan
 
     def other_host_kv(self, plan: Plan) -> list[Way]:
-        """With other numbers of KV pages in host memory; none of them with none."""
+        """With other numbers of KV pages in host memory, or none, where a job's rows are known."""
         way = way_of(plan)
         return self.ways.other_host_kv(way, self._most_host_pages(way))
 

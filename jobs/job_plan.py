@@ -66,11 +66,11 @@ def plan_job(
         make_planner(file, hparams, config, ops, workload=sample()).best()
         raise
     on_device = planner.budget.host_nbytes is not None
-    holds_all = plan.kv_pages >= pages_for(hparams.context_length)
+    holds_all = plan.total_kv_pages >= pages_for(hparams.context_length)
     if not (plan.streams or always_probe or on_device) and holds_all:
         return JobPlan(plan=plan, budget=planner.budget, rates=None, workload=None, probe_s=0.0)
     workload = sample()
-    depends = on_device or plan.kv_pages < pages_for(workload.longest_tokens)
+    depends = on_device or plan.total_kv_pages < pages_for(workload.longest_tokens)
     if depends and not plan.streams:
         # Memory is short: rows may need so much of it that layers have to stream.
         plan = make_planner(file, hparams, config, ops, workload=workload).best()

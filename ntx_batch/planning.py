@@ -79,13 +79,13 @@ def _model(file: GgufFile, hparams: Hparams) -> dict[str, Any]:
 
 def _memory(spec: JobSpec, planned: JobPlan) -> dict[str, Any]:
     """work_nbytes: buffers of a sweep and what workers and Python take beside it; host: pinned
-    memory beside a GPU, None on a CPU"""
+    memory beside a GPU, None on a CPU; kv_staging_nbytes: of the device's memory, for KV pages that
+    come from there"""
     plan, budget = planned.plan, planned.budget
-    used = plan.weights_nbytes + plan.ring_nbytes + plan.activations_nbytes + plan.kv_nbytes
     return {
         "asked_nbytes": spec.engine.memory_nbytes,
         "budget_nbytes": budget.device_nbytes,
-        "used_nbytes": used,
+        "used_nbytes": plan.device_nbytes,
         "weights_nbytes": plan.weights_nbytes,
         "ring_nbytes": plan.ring_nbytes,
         "work_nbytes": plan.activations_nbytes,
@@ -93,6 +93,9 @@ def _memory(spec: JobSpec, planned: JobPlan) -> dict[str, Any]:
         "kv_nbytes": plan.kv_nbytes,
         "kv_pages": plan.kv_pages,
         "kv_type": spec.engine.kv_type,
+        "host_kv_pages": plan.host_kv_pages,
+        "host_kv_nbytes": plan.host_kv_nbytes,
+        "kv_staging_nbytes": plan.kv_staging_nbytes,
         "host_asked_nbytes": spec.engine.host_memory_nbytes,
         "host_budget_nbytes": budget.host_nbytes,
         "host_nbytes": plan.host_nbytes,
@@ -131,7 +134,7 @@ def _rows(sample: RowSample, planned: JobPlan) -> dict[str, Any]:
         "max_output_tokens": round(sample.output_tokens, 1),
         "expected_output_tokens": round(sample.output_tokens * sample.expected_share, 1),
         "longest_tokens": sample.workload.longest_tokens,
-        "num_too_long": sum(count > planned.plan.kv_pages for count in pages),
+        "num_too_long": sum(count > planned.plan.total_kv_pages for count in pages),
     }
 
 

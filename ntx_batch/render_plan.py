@@ -17,6 +17,7 @@ _LIMITS = {
     "sweep": "as many as a sweep can refill",
 }
 _PLACES = {"r": "r stays in memory", "h": "h comes from host memory", "d": "d comes off the disk"}
+_SMALLER_KV = {"f32": "--kv-type f16 or int8", "f16": "--kv-type int8"}
 PICTURE_WIDTH = 60
 
 
@@ -63,7 +64,8 @@ def _plan_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _placement_facts(report["placement"])
     yield from _memory_facts(report["memory"], report["predicted"])
     yield "this machine", _rates_text(report["rates"])
-    yield from _predicted_facts(report["placement"], report["predicted"])
+    kv_type = report["memory"]["kv_type"]
+    yield from _predicted_facts(report["placement"], report["predicted"], kv_type)
 
 
 def _rows_text(rows: Mapping[str, Any]) -> str:
@@ -136,14 +138,24 @@ def _memory_facts(
     if memory["ring_nbytes"]:
         yield "  ring", nbytes_text(memory["ring_nbytes"])
     yield "  work buffers", nbytes_text(memory["work_nbytes"])
+    rows = f"{predicted['kv_rows']:,} rows of this job"
+    beside = memory["host_kv_pages"]
     yield (
         "  KV cache",
-        f"{nbytes_text(memory['kv_nbytes'])} in {memory['kv_type']}: {memory['kv_pages']:,} pages, "
-        f"{predicted['kv_rows']:,} rows of this job",
+        f"{nbytes_text(memory['kv_nbytes'])} in {memory['kv_type']}: {memory['kv_pages']:,} pages"
+        + ("" if beside else f", {rows}"),
     )
+    if beside:
+        yield "  KV in passing", nbytes_text(memory["kv_staging_nbytes"])
     if memory["host_budget_nbytes"] is not None:
         host = nbytes_text(memory["host_budget_nbytes"])
         yield "host memory", f"{nbytes_text(memory['host_nbytes'])} of {host}, pinned"
+    if beside:
+        yield (
+            "  KV cache there",
+            f"{nbytes_text(memory['host_kv_nbytes'])}: {beside:,} pages more, {rows} in all; "
+            f"{predicted['host_kv_pages']:,.0f} of them come over the link in the mean sweep",
+        )
 
 
 def _rates_text(rates: Mapping[str, Any]) -> str:
@@ -157,7 +169,7 @@ def _rates_text(rates: Mapping[str, Any]) -> str:
 
 
 def _predicted_facts(
-    placement: Mapping[str, Any], predicted: Mapping[str, Any]
+    placement: Mapping[str, Any], predicted: Mapping[str, Any], kv_type: str
 ) -> Iterator[tuple[str, str]]:
     limit = _LIMITS[predicted["rows_limited_by"]]
     yield "rows on board", f"{predicted['rows_on_board']:,}: {limit}"
@@ -169,7 +181,8 @@ def _predicted_facts(
             f", {name} {predicted[name + '_s']:.3g} s"
             for name in ("link", "disk")
             if predicted.get(name + "_s")
-        ),
+        )
+        + (f", {predicted['host_kv_s']:.3g} s of it KV pages" if predicted["host_kv_s"] else ""),
     )
     if placement["streamed_nbytes"]:
         balance = predicted["tokens_at_balance"]
@@ -182,16 +195,19 @@ def _predicted_facts(
         )
     yield "speed", f"{predicted['tokens_per_s']:.1f} tokens/s generated"
     yield "time", f"{duration(predicted['job_s'])} ({predicted['hours']:.2f} hours)"
-    yield "limited by", _limited_text(predicted)
+    yield "limited by", _limited_text(predicted, kv_type)
 
 
-def _limited_text(predicted: Mapping[str, Any]) -> str:
+def _limited_text(predicted: Mapping[str, Any], kv_type: str) -> str:
     if predicted["limited_by"] == "compute":
         return "computing: faster or more cores would help, a faster disk would not"
     by_link = predicted["limited_by"] == "link"
     what = "the link to the GPU" if by_link else "the disk"
     if predicted["rows_limited_by"] == "kv":
-        return f"{what}, and KV memory: more --memory, or --kv-type f16, brings more rows on board"
+        more = "--memory or --host-memory" if predicted["host_kv_s"] else "--memory"
+        smaller = _SMALLER_KV.get(kv_type)
+        more = f"more {more}, or {smaller}," if smaller else f"more {more}"
+        return f"{what}, and KV memory: {more} brings more rows on board"
     if predicted["limited_by"] == "disk" and "link_s" in predicted:
         return "the disk: more --host-memory keeps more layers in it"
     return f"{what}: more --memory keeps more layers {'on it' if by_link else 'in it'}"

@@ -194,11 +194,15 @@ def test_people_see_the_tiers_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> No
         ("budget_nbytes", "used_nbytes", "weights_nbytes", "ring_nbytes", "work_nbytes"), 64 * MIB
     )
     memory |= {"kv_nbytes": MIB, "kv_pages": 9, "host_budget_nbytes": 80 * MIB}
+    memory |= {"host_kv_pages": 0, "host_kv_nbytes": 0, "kv_staging_nbytes": 0}
+    memory |= {"host_nbytes": 50 * MIB, "asked_nbytes": None, "kv_type": "f16"}
     rates = {"disk_nbytes_per_s": None, "link_nbytes_per_s": 5e10, "num_threads": 1}
     predicted = {
         **dict.fromkeys(("rows_on_board", "kv_rows", "sweep_used_tokens", "tokens_at_balance"), 7),
         **dict.fromkeys(("sweep_s", "compute_s", "tokens_per_s", "job_s", "hours"), 0.25),
         "link_s": 0.5,
+        "host_kv_s": 0.0,
+        "host_kv_pages": 0.0,
         "disk_s": 0.0,
         "rows_limited_by": "rows",
         "limited_by": "link",
@@ -220,7 +224,7 @@ def test_people_see_the_tiers_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> No
             "num_too_long": 0,
         },
         "placement": placement,
-        "memory": {**memory, "host_nbytes": 50 * MIB, "asked_nbytes": None, "kv_type": "f16"},
+        "memory": memory,
         "rates": {**rates, "flops_per_s": 6e14, "values_per_s": {}},
         "predicted": predicted,
         "alternatives": [],
@@ -232,8 +236,18 @@ def test_people_see_the_tiers_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> No
     assert "link 50.00 GB/s" in shown and "link 0.5 s" in shown
     assert "off the disk" not in shown and "disk 0" not in shown
     assert "the link to the GPU: more --memory keeps more layers on it" in shown
+    assert "KV cache 1.0 MiB in f16: 9 pages, 7 rows of this job" in shown
+    assert "KV pages" not in shown
+    memory |= {"host_kv_pages": 1234, "host_kv_nbytes": 30 * MIB, "kv_staging_nbytes": 3 * MIB}
+    predicted |= {"host_kv_s": 0.25, "host_kv_pages": 1100.4, "rows_limited_by": "kv"}
+    print_plan(report)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "KV cache 1.0 MiB in f16: 9 pages KV in passing 3.0 MiB" in shown
+    assert "KV cache there 30.0 MiB: 1,234 pages more, 7 rows of this job in all; 1,100" in shown
+    assert "link 0.5 s, 0.25 s of it KV pages" in shown
+    assert "more --memory or --host-memory, or --kv-type int8, brings more rows" in shown
     placement |= {"picture": "hrhd d", "disk_nbytes": 20 * MIB}
-    predicted |= {"limited_by": "disk", "disk_s": 0.75}
+    predicted |= {"limited_by": "disk", "disk_s": 0.75, "rows_limited_by": "rows"}
     print_plan(report)
     shown = " ".join(capsys.readouterr().out.split())
     assert "h comes from host memory, d comes off the disk; the head: d" in shown
