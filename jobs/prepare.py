@@ -106,7 +106,15 @@ class RowPreparer:
 
     # ---- the row's parameters ------------------------------------------------------------
 
+    @functools.cached_property
+    def _job_params(self) -> SamplingParams:
+        """The job's own, checked once for all rows. Raises RowError: they do not suit the model."""
+        validate_params(self._spec.params, self._tokenizer.num_tokens)
+        return self._spec.params
+
     def _params(self, values: Values) -> SamplingParams:
+        if not self._binding.params:
+            return self._job_params
         given: dict[str, Any] = {}
         for column in self._binding.params:
             value = values.get(column)

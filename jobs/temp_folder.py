@@ -67,6 +67,19 @@ def clear_temp_folders(prefix: str, environ: Mapping[str, str]) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_worker_logs(ray_dir: Path, pid: int) -> None:
+    """Remove what a worker process of a Ray of ours logged, once it has ended as it should.
+
+    Ray keeps the log files of all workers that it ever had; each of them it rotates by itself.
+
+    ray_dir: the temp folder that Ray was given
+    """
+    logs = ray_dir / "session_latest" / "logs"
+    for name in (f"worker-*-{pid}.*", f"python-core-worker-*_{pid}.*", f"*events/*_{pid}.log"):
+        for path in logs.glob(name):
+            path.unlink(missing_ok=True)
+
+
 def hold_folder(folder: Path) -> int:
     """Mark a folder as in use, as long as any process has the returned descriptor open."""
     fd = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)

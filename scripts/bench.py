@@ -61,6 +61,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens decoded per row")
     parser.add_argument("--job-rows", type=int, default=600, help="rows of the job")
+    parser.add_argument("--job-tokens", type=int, default=64, help="tokens out per row (job)")
     parser.add_argument("--reuse-rows", type=int, default=200, help="rows (reuse)")
     parser.add_argument("--reuse-templates", type=int, default=40, help="templates (reuse)")
     parser.add_argument("--tail-rows", type=int, default=2000, help="rows (tail)")

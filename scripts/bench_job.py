@@ -1,4 +1,7 @@
-"""A job through submit, Ray and Parquet against the same rows through the engine alone."""
+"""A job through submit, Ray and Parquet against the same rows through the engine alone.
+
+In pairs, whose halves change places: each is first as often as the other, or once more.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,33 @@ from engine.tokenizer import Tokenizer
 from ntx_batch import client
 from scripts.bench_report import Report
 
-JOB_NEW_TOKENS = 64
+WARM_UP_ROWS = 4
 
 
 def random_prompts(tokenizer: Tokenizer, rows: int, num_tokens: int) -> list[str]:
     """Texts of about `num_tokens` tokens, made of words of the vocabulary."""
     rng = np.random.default_rng(3)
-    words = [tokenizer.token_bytes(i).decode(errors="ignore") for i in range(1000, 9000)]
+    ids = range(min(9000, tokenizer.num_tokens))
+    words = [tokenizer.token_bytes(i).decode(errors="ignore") for i in ids]
     words = [word for word in words if word.startswith(" ") and word[1:].isalpha()]
     return ["".join(rng.choice(words, num_tokens)) for _ in range(rows)]
 
 
-def engine_alone_s(engine: Engine, tokenizer: Tokenizer, prompts: list[str]) -> float:
+def alone_s(options: argparse.Namespace, tokenizer: Tokenizer, prompts: list[str]) -> float:
+    """As `engine_alone_s`, in an engine of its own, with everything compiled."""
+    config = EngineConfig(
+        kv_type=options.kv_type, num_threads=options.threads, device=options.device
+    )
+    with Engine(options.model, config) as engine:
+        engine_alone_s(engine, tokenizer, prompts[:WARM_UP_ROWS], options.job_tokens)
+        return engine_alone_s(engine, tokenizer, prompts, options.job_tokens)
+
+
+def engine_alone_s(
+    engine: Engine, tokenizer: Tokenizer, prompts: list[str], new_tokens: int
+) -> float:
     """Seconds from the first admission to the last finished row."""
-    params = SamplingParams(max_tokens=JOB_NEW_TOKENS, ignore_eos=True)
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     requests = [
         Request(row_index=i, token_ids=np.asarray(tokenizer.encode(p), np.int32), params=params)
         for i, p in enumerate(prompts)
@@ -48,45 +64,44 @@ def engine_alone_s(engine: Engine, tokenizer: Tokenizer, prompts: list[str]) -> 
     return time.perf_counter() - started
 
 
-def job_s(
-    model: Path, config: argparse.Namespace, folder: Path, data: Path
-) -> tuple[float, dict[str, Any]]:
+def job_s(options: argparse.Namespace, folder: Path, data: Path) -> tuple[float, dict[str, Any]]:
     """Seconds from the job's first admission to its last commit, and the job's record."""
+    home = folder / "home"
     job = ntx_batch.submit(
         data,
-        model=model,
-        home=folder,
-        max_tokens=JOB_NEW_TOKENS,
+        model=options.model,
+        home=home,
+        device=options.device,
+        max_tokens=options.job_tokens,
         ignore_eos=True,
-        kv_type=config.kv_type,
-        threads=config.threads,
+        kv_type=options.kv_type,
+        threads=options.threads,
     )
     code = job.wait()
     assert code == 0, job.logs()
     record = dict(job.snapshot().record)
+    client.stop_runner(home=home)
     return record["last_commit_at"] - record["first_admission_at"], record
 
 
 def bench_job(options: argparse.Namespace) -> Report:
-    rows = options.job_rows
-    report = Report(f"job of {rows} rows, {options.context} in, {JOB_NEW_TOKENS} out")
+    rows, new_tokens = options.job_rows, options.job_tokens
+    report = Report(f"job of {rows} rows, {options.context} in, {new_tokens} out")
     tokenizer = Tokenizer.from_gguf(GgufFile.open(options.model))
     prompts = random_prompts(tokenizer, rows, options.context)
-    config = EngineConfig(kv_type=options.kv_type, num_threads=options.threads)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        data = folder / "prompts.parquet"
+        data = Path(name) / "prompts.parquet"
         pq.write_table(pa.table({"prompt": prompts}), data)
-        for _ in range(options.repeats):
-            with Engine(options.model, config) as engine:
-                engine_alone_s(engine, tokenizer, prompts[:4])
-                alone = engine_alone_s(engine, tokenizer, prompts)
-            home = folder / "home"
-            seconds, record = job_s(options.model, options, home, data)
-            client.stop_runner(home=home)
+        for pair in range(options.repeats):
+            alone = alone_s(options, tokenizer, prompts) if pair % 2 == 0 else None
+            seconds, record = job_s(options, Path(name), data)
+            if alone is None:
+                alone = alone_s(options, tokenizer, prompts)
             for key in ("ray_s", "load_s", "compile_s"):
                 report.add(f"start-up, {key}", record[key])
-            report.add("job tokens/s", rows * JOB_NEW_TOKENS / seconds)
-            report.add("engine alone tokens/s", rows * JOB_NEW_TOKENS / alone)
+            report.add("job tokens/s", rows * new_tokens / seconds)
+            report.add("engine alone tokens/s", rows * new_tokens / alone)
+            report.add("job rows/s", rows / seconds)
+            report.add("engine alone rows/s", rows / alone)
             report.add("ratio to the engine alone", alone / seconds)
     return report

@@ -19,6 +19,7 @@ from jobs.temp_folder import (
     clear_abandoned_folders,
     hold_folder,
     make_temp_folder,
+    remove_worker_logs,
 )
 
 KEY = "0123456789ab"
@@ -77,3 +78,16 @@ def test_what_is_not_of_a_run_of_this_user_stays(
         other_user.setattr(os, "getuid", lambda: me + 1)
         assert clear_abandoned_folders(environ, nobody, now=later()) == []
     assert set(root.iterdir()) == kept
+
+
+def test_the_logs_of_a_worker_that_ended_are_removed_and_no_others(tmp_path: Path) -> None:
+    logs = tmp_path / "session_latest" / "logs"
+    (logs / "export_events").mkdir(parents=True)
+    names = ["worker-ab-01000000-{}.err.1", "python-core-worker-ab_{}.log"]
+    names.append("export_events/event_EXPORT_TASK_{}.log")
+    for name in [*(name.format(pid) for name in names for pid in (12, 123)), "raylet.out"]:
+        (logs / name).touch()
+    remove_worker_logs(tmp_path, 12)
+    left = sorted(str(path.relative_to(logs)) for path in logs.rglob("*") if path.is_file())
+    assert left == sorted([*(name.format(123) for name in names), "raylet.out"])
+    remove_worker_logs(tmp_path / "absent", 12)
