@@ -40,14 +40,15 @@ class Duplicates:
     """
 
     def __init__(self, kept_nbytes: int = KEPT_NBYTES) -> None:
-        self._identities: dict[OutputKey, bytes] = {}
+        self._firsts: dict[OutputKey, tuple[bytes, Request]] = {}
         self._waiting: dict[bytes, list[OutputKey]] = {}
         self._finished: OrderedDict[bytes, FinishedRow] = OrderedDict()
         self._free_nbytes = kept_nbytes
         self.num_waiting = 0
 
-    def is_first(self, identity: bytes, key: OutputKey) -> bool:
+    def is_first(self, identity: bytes, request: Request) -> bool:
         """Whether the output must be computed; else it waits for the first of its kind."""
+        key = (request.row_index, request.sample_index)
         copies = self._waiting.get(identity)
         if copies is not None:
             self._waiting[identity] = copies = copies or []
@@ -55,7 +56,7 @@ class Duplicates:
             self.num_waiting += 1
             return False
         self._waiting[identity] = _NO_COPIES
-        self._identities[key] = identity
+        self._firsts[key] = identity, request
         return True
 
     def give_up(self, identity: bytes, row: FinishedRow) -> None:
@@ -68,14 +69,34 @@ class Duplicates:
 
     def settle(self, row: FinishedRow) -> list[OutputKey]:
         """An output has ended: what waited for it, and has its outcome, an error too."""
-        identity = self._identities.pop((row.row_index, row.sample_index), None)
-        if identity is None:
+        first = self._firsts.pop((row.row_index, row.sample_index), None)
+        if first is None:
             return []
+        identity, _ = first
         copies = self._waiting.pop(identity)
         self.num_waiting -= len(copies)
         if row.status == "ok":
             self._keep(identity, replace(row, token_ids=()))
         return copies
+
+    def next_in_line(self, row: FinishedRow) -> Request | None:
+        """An output has ended for a reason that is not its own: one that waited must be computed.
+
+        None: none waited.
+        """
+        first = self._firsts.pop((row.row_index, row.sample_index), None)
+        if first is None:
+            return None
+        identity, request = first
+        copies = self._waiting.pop(identity)
+        if not copies:
+            return None
+        (row_index, sample_index), *others = copies
+        self.num_waiting -= 1
+        request = replace(request, row_index=row_index, sample_index=sample_index)
+        self._waiting[identity] = others or _NO_COPIES
+        self._firsts[row_index, sample_index] = identity, request
+        return request
 
     def _keep(self, identity: bytes, row: FinishedRow) -> None:
         self._finished[identity] = row

@@ -213,10 +213,15 @@ class RowSource:
         if self._duplicates is not None and row.facts.sampling_params is not None:
             requests = self._without_copies(self._duplicates, requests, row.facts.sampling_params)
         if requests:
-            room = self._context_length - len(prepared.token_ids)
-            expected = self._expected.of(min(prepared.params.max_tokens, room))
-            self._queue.push(requests, prepared.token_ids, expected)
-            self._num_queued += len(requests)
+            self._queue_up(requests)
+
+    def _queue_up(self, requests: list[Request]) -> None:
+        """Outputs of one row are to be computed."""
+        token_ids = requests[0].token_ids
+        room = self._context_length - len(token_ids)
+        expected = self._expected.of(min(requests[0].params.max_tokens, room))
+        self._queue.push(requests, token_ids, expected)
+        self._num_queued += len(requests)
 
     def _let_copies_fail(self, row: _Row, values: RowValues, loss: RowLoss) -> None:
         """A row was given up, as one that brings the engine down: those equal to it would, too."""
@@ -244,7 +249,7 @@ class RowSource:
                 first.append(request)
             elif (computed := duplicates.finished(identity)) is not None:
                 self._end(copy_of(computed, key), computed.row_index)
-            elif duplicates.is_first(identity, key):
+            elif duplicates.is_first(identity, request):
                 first.append(request)
         return first
 
@@ -294,13 +299,22 @@ class RowSource:
     # ---- rows out ------------------------------------------------------------------------
 
     def finish(self, row: FinishedRow) -> None:
-        """Take an output's outcome, for the next batch, and with it the copies of it."""
+        """Take an output's outcome, for the next batch, and with it the copies of it.
+
+        How long a row was on board is not in what it says: after a timeout a copy is computed.
+        """
         if row.status == "ok":
             self._expected.add(row.completion_tokens)
         self._end(row)
-        if self._duplicates is not None:
-            for key in self._duplicates.settle(row):
-                self._end(copy_of(row, key), row.row_index)
+        if self._duplicates is None:
+            return
+        if row.error_code == "timeout":
+            request = self._duplicates.next_in_line(row)
+            if request is not None:
+                self._queue_up([request])
+            return
+        for key in self._duplicates.settle(row):
+            self._end(copy_of(row, key), row.row_index)
 
     def _end(self, finished: FinishedRow, duplicate_of: int | None = None) -> None:
         row = self._rows[finished.row_index]

@@ -229,6 +229,35 @@ def test_copies_share_an_error_and_come_with_it(engine: Engine, tmp_path: Path) 
     assert request.row_index == 0
 
 
+def test_after_a_timeout_the_next_of_equal_rows_is_computed(engine: Engine, tmp_path: Path) -> None:
+    """How long a row was on board is not of its prompt: no copy ends so without having run."""
+    source = open_source(engine, start(tmp_path / "in.parquet", {"prompt": ["same"] * 4}))
+    read(source)
+    requests = requests_of(source)
+    for row in range(2):
+        source.finish(FinishedRow(row_index=row, status="error", error_code="timeout"))
+        requests += requests_of(source)
+    assert [request.row_index for request in requests] == [0, 1, 2]
+    assert len({request.token_ids.tobytes() for request in requests}) == 1
+    source.finish(FinishedRow(row_index=2, text="answer"))
+    assert requests_of(source) == []
+    batch, shards = source.take_finished(100)
+    assert batch is not None and shards == (0,)
+    table = blob_table(batch.ipc)
+    assert table["error_code"].to_pylist() == ["timeout", "timeout", None, None]
+    assert table["duplicate_of"].to_pylist() == [None, None, None, 2]
+
+
+def test_a_timeout_without_copies_is_the_end_of_it(engine: Engine, tmp_path: Path) -> None:
+    source = open_source(engine, start(tmp_path / "in.parquet", {"prompt": ["one", "two"]}))
+    read(source)
+    assert len(requests_of(source)) == 2
+    for row in range(2):
+        source.finish(FinishedRow(row_index=row, status="error", error_code="timeout"))
+    assert requests_of(source) == []
+    assert source.take_finished(100)[1] == (0,)
+
+
 def test_copies_of_a_row_that_is_given_up_do_not_try_again(engine: Engine, tmp_path: Path) -> None:
     """Equal rows bring the engine down alike; one by one they would end the whole job."""
     loop = Loop(lambda command: (engine, {}))
