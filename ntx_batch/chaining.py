@@ -1,4 +1,7 @@
-"""A job that reads the results of another: which one, and whether it can."""
+"""A job that reads the results of another: which one, and whether it can.
+
+It names a job by its id, or a schedule, `schedule:NAME`, for the job of that one's newest run.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,34 @@ from pathlib import Path
 
 from jobs.chain_input import results_schema
 from jobs.chains import outlook
-from jobs.records import Job, JobSpec, OutputError, SpecError
+from jobs.records import Job, JobNotFoundError, JobSpec, OutputError, SpecError
+from jobs.schedule_store import ScheduleStore
 from jobs.store import JobStore
 from jobs.uris import is_uri
 from ntx_batch.preflight import Checked, check_job
+
+SCHEDULE_PREFIX = "schedule:"
 
 
 def resolve_after(store: JobStore, spec: JobSpec) -> JobSpec:
     """The spec with the job that it comes after by its whole id, and that job's results as input.
 
-    Raises JobNotFoundError: none has the id, or several have.
+    Raises JobNotFoundError: none has the id, or several have; or no run of the schedule has a job.
     """
     if spec.after is None:
         return spec
-    earlier = store.find_job(spec.after)
+    if spec.after.startswith(SCHEDULE_PREFIX):
+        earlier = _newest_of(ScheduleStore(store), spec.after.removeprefix(SCHEDULE_PREFIX))
+    else:
+        earlier = store.find_job(spec.after)
     return replace(spec, after=earlier.id, input=earlier.results_dir)
+
+
+def _newest_of(store: ScheduleStore, name: str) -> Job:
+    for run in store.history(store.get(name)):
+        if run.job_id is not None:
+            return store.jobs.job(run.job_id)
+    raise JobNotFoundError(f"no run of schedule {name} has a job yet")
 
 
 def check_chained(store: JobStore, spec: JobSpec, *, overwrite: bool = False) -> Checked:

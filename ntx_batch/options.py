@@ -41,7 +41,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             str,
             "JOB",
             "Read the results of this job, once it has completed; no INPUT then. A template may "
-            "name its columns: generated_text, and those that it carries.",
+            "name its columns: generated_text, and those that it carries. schedule:NAME is the "
+            "job of that schedule's newest run.",
         ),
         Option(
             "after_errors",

@@ -26,8 +26,10 @@ from jobs.records import (
     DatasetError,
     Job,
     JobError,
+    JobNotFoundError,
     NoInputError,
     SpecError,
+    StoreError,
     UnreachableError,
 )
 from jobs.schedule import Due, choose_action, fill_in, find_due, has_placeholder, iso_wall
@@ -35,6 +37,7 @@ from jobs.schedule_items import file_items, find_new_rows, manifest_items
 from jobs.schedule_store import Schedule, ScheduleRun, ScheduleSpec, ScheduleStore, Settlement
 from jobs.store import JobStore
 from ntx_batch import actions
+from ntx_batch.chaining import SCHEDULE_PREFIX, check_chained, resolve_after
 from ntx_batch.preflight import Checked, check_job
 from ntx_batch.submission import Submission, read_submission
 
@@ -181,6 +184,8 @@ class ScheduleServer:
     def _plan(self, schedule: Schedule, at: float) -> PlannedRun:
         submission = _read(schedule, at)
         spec = submission.spec
+        if spec.after is not None:
+            return self._plan_chained(schedule, submission)
         if not schedule.spec.new_only:
             checked = check_job(spec, overwrite=submission.overwrite)
             return PlannedRun(submission=submission, checked=checked)
@@ -195,6 +200,25 @@ class ScheduleServer:
         return PlannedRun(
             submission=submission, checked=checked, items=manifest_items(checked.manifest)
         )
+
+    def _plan_chained(self, schedule: Schedule, submission: Submission) -> PlannedRun:
+        try:
+            spec = resolve_after(self._store.jobs, submission.spec)
+        except JobNotFoundError as error:
+            raise NothingToDoError(str(error)) from error
+        if reader := self._reader_of(schedule, str(spec.after)):
+            raise NothingToDoError(f"{reader} reads the results of job {spec.after} already")
+        checked = check_chained(self._store.jobs, spec, overwrite=submission.overwrite)
+        return PlannedRun(submission=replace(submission, spec=spec), checked=checked)
+
+    def _reader_of(self, schedule: Schedule, job_id: str) -> str | None:
+        """The run of a schedule that reads, or has read, the results of a job."""
+        for run in self._store.history(schedule):
+            if run.job_id is None or run.state in ("failed", "cancelled"):
+                continue
+            if self._store.jobs.job(run.job_id).spec.after == job_id:
+                return f"run {run.number}"
+        return None
 
     def _plan_new_rows(self, schedule: Schedule, submission: Submission, column: str) -> PlannedRun:
         spec = submission.spec
@@ -240,7 +264,11 @@ class ScheduleServer:
 
     def _remove_old(self, schedule: Schedule) -> None:
         for job_id in self._store.old_jobs(schedule):
-            log.info("schedule %s: %s", schedule.name, actions.remove(self._home, job_id))
+            try:
+                said = actions.remove(self._home, job_id)
+            except StoreError as error:
+                said = str(error)  # the next run tries again
+            log.info("schedule %s: %s", schedule.name, said)
 
 
 def _read(schedule: Schedule, at: float, ahead: int = 1) -> Submission:
@@ -281,6 +309,16 @@ def _refuse_unrepeatable(spec: ScheduleSpec, submission: Submission) -> None:
         raise SpecError(
             f"{file}: output {job.output} would be the folder of every run: put {{date}} or "
             "{run} into it, or `overwrite = true`"
+        )
+    if job.after is not None and not job.after.startswith(SCHEDULE_PREFIX):
+        raise SpecError(
+            f"{file}: after = {job.after!r} would have every run read the same results: name the "
+            f'schedule whose newest run it is to read, after = "{SCHEDULE_PREFIX}NAME"'
+        )
+    if job.after is not None and spec.new_only:
+        raise SpecError(
+            f"{file}: each run reads the results of a job that no run has read before: --new-only "
+            "is for input files"
         )
     if spec.new_only and spec.id_column is None and job.limit is not None:
         raise SpecError(

@@ -20,7 +20,13 @@ from typing import Any, TypeAlias
 
 from jobs import control
 from jobs.home import Home
-from jobs.records import NoInputError, SpecError, StoreError
+from jobs.records import (
+    JobNotFoundError,
+    NoInputError,
+    ScheduleNotFoundError,
+    SpecError,
+    StoreError,
+)
 from jobs.schedule import iso_wall, parse_duration, parse_zone
 from jobs.schedule_store import Schedule, ScheduleRun, ScheduleSpec, ScheduleStore, Settlement
 from jobs.store import JobStore
@@ -80,8 +86,8 @@ def add(
     )
     spec.parse()
     _refuse_contradictions(spec)
-    _check_first_run(spec, say)
     with _opened(home) as (place, store):
+        _check_first_run(store, spec, say)
         control.check_environment(control.runner_status(place), os.environ)
         environment = control.environment_of(os.environ)
         schedule = store.add(_name(name or Path(job_file).stem), spec, environment)
@@ -113,23 +119,32 @@ def _refuse_contradictions(spec: ScheduleSpec) -> None:
         raise SpecError(f"keep_runs is at least 1, not {spec.keep_runs}")
 
 
-def _check_first_run(spec: ScheduleSpec, say: Callable[[str], None]) -> None:
+def _check_first_run(store: ScheduleStore, spec: ScheduleSpec, say: Callable[[str], None]) -> None:
     """Check the job as its first run would, as far as its input is there; takes no folder."""
     from jobs.dataset import read_schema
+    from ntx_batch.chaining import check_chained, resolve_after
     from ntx_batch.preflight import check_job
     from ntx_batch.schedule_runs import read_run
 
     cron, _ = spec.parse()
     submission = read_run(spec, date=cron.date(time.time()), run=1)
+    job = replace(submission.spec, output=None)
     try:
-        checked = check_job(replace(submission.spec, output=None))
-    except NoInputError as error:
+        if job.after is None:
+            checked = check_job(job)
+        else:
+            checked = check_chained(store.jobs, resolve_after(store.jobs, job))
+    except ScheduleNotFoundError:
+        raise
+    except (NoInputError, JobNotFoundError) as error:
         say(f"{error}; runs that find no input have nothing to do")
         return
     for note in checked.notes:
         say(note)
+    if spec.id_column is None:
+        return
     names = read_schema(checked.manifest).names
-    if spec.id_column is not None and spec.id_column not in names:
+    if spec.id_column not in names:
         raise SpecError(
             f"id_column {spec.id_column!r} is no column of {submission.spec.input}; it has "
             f"{', '.join(names)}"

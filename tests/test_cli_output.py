@@ -59,7 +59,7 @@ def test_help_names_arguments_in_capitals_and_no_types_of_flags(ntx: Command, na
     assert "<bool>" not in ran.out
 
 
-@pytest.mark.parametrize(("name", "argument"), [("submit", "INPUT"), ("cancel", "JOB")])
+@pytest.mark.parametrize(("name", "argument"), [("inspect", "MODEL"), ("cancel", "JOB")])
 def test_an_argument_that_is_missing_is_named_as_in_the_usage(
     ntx: Command, name: str, argument: str
 ) -> None:
@@ -67,6 +67,12 @@ def test_an_argument_that_is_missing_is_named_as_in_the_usage(
     assert ran.code == 2
     assert f"ntx-batch {name} [OPTIONS] {argument}" in ran.err
     assert f"Missing argument '{argument}'" in ran.err
+
+
+def test_a_submit_of_nothing_says_what_can_be_submitted(ntx: Command) -> None:
+    ran = ntx("submit", "--model", "m.gguf")
+    assert ran.code == 2
+    assert "no input is named" in ran.err and "--after JOB" in ran.err
 
 
 # ---- which job -------------------------------------------------------------------------------
