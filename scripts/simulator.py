@@ -91,8 +91,12 @@ class Simulator:
 
         Raises MemoryBudgetError.
         """
+        return self.planner(workload, **changes).best()
+
+    def planner(self, workload: Workload, **changes: Any) -> Planner:
+        """As above."""
         machine = self._machine
-        planner = Planner(
+        return Planner(
             self.hparams,
             replace(self._config, **changes),
             self._sizes,
@@ -100,7 +104,6 @@ class Simulator:
             rates=machine.rates(self._sizes),
             workload=workload,
         )
-        return planner.best()
 
     def neighbours(self, workload: Workload, plan: Plan) -> Iterator[Plan]:
         """Other plans: by the most tokens of a sweep, and by KV memory. Those that fit."""
