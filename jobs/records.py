@@ -53,6 +53,19 @@ RESULT_COLUMNS = (
     "error_message",
 )
 FINAL_STATES: tuple[JobState, ...] = ("completed", "failed", "cancelled")
+# A row with one of these fails again, however often it runs with the same options.
+INPUT_ERROR_CODES = frozenset(
+    {
+        "invalid_row",
+        "invalid_prompt",
+        "empty_prompt",
+        "invalid_utf8",
+        "unsupported_content",
+        "template_error",
+        "invalid_parameter",
+        "context_length_exceeded",
+    }
+)
 
 
 class JobError(Exception):

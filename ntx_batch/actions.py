@@ -16,6 +16,7 @@ from jobs.home import Home
 from jobs.hook_store import HookStore
 from jobs.records import (
     FINAL_STATES,
+    INPUT_ERROR_CODES,
     FinishedRows,
     Job,
     JobRequest,
@@ -27,19 +28,6 @@ from jobs.store import JobStore
 
 STOP_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.05
-# A row with one of these fails again, however often it runs with the same options.
-INPUT_ERROR_CODES = frozenset(
-    {
-        "invalid_row",
-        "invalid_prompt",
-        "empty_prompt",
-        "invalid_utf8",
-        "unsupported_content",
-        "template_error",
-        "invalid_parameter",
-        "context_length_exceeded",
-    }
-)
 _DONE: dict[JobRequest, JobState] = {"cancel": "cancelled", "pause": "paused"}
 
 
@@ -185,8 +173,10 @@ def set_priority(home: Home, job_id: str, priority: int) -> str:
         return f"job {job_id} had already {_past(store.job(job_id).state)}"
 
 
-def retry(home: Home, job_id: str) -> Job:
+def retry(home: Home, job_id: str, *, hopeless: bool = False) -> Job:
     """Queue a job of the failed rows, and start a runner. The new job.
+
+    hopeless: those too that their input alone makes fail
 
     Raises SpecError: there are none, or the job or a retry of it is not over.
     Raises RunnerError: no runner could be started; the new job waits for one.
@@ -196,7 +186,8 @@ def retry(home: Home, job_id: str) -> Job:
     control.check_environment(control.runner_status(home), os.environ)
     with JobStore(home.state_path) as store:
         current_job(store, home, job_id)
-        job = create_retry(store, job_id, control.environment_of(os.environ))
+        environment = control.environment_of(os.environ)
+        job = create_retry(store, job_id, environment, hopeless=hopeless)
     control.ensure_runner(home)
     return job
 
@@ -212,15 +203,19 @@ def error_codes(finished: FinishedRows) -> Counter[str]:
     return codes
 
 
-def hopeless_rows(codes: Mapping[str, int]) -> str | None:
-    """What to know before failed rows run again, where the input itself is to blame for some."""
+def hopeless_rows(codes: Mapping[str, int], *, run: bool) -> str | None:
+    """What to know of failed rows where the input itself is to blame for some.
+
+    run: whether those run again too
+    """
     hopeless = {code: count for code, count in codes.items() if code in INPUT_ERROR_CODES}
     if not hopeless:
         return None
     reasons = ", ".join(f"{count} {code}" for code, count in sorted(hopeless.items()))
+    which = "will fail again" if run else "are left out"
     return (
         f"{sum(hopeless.values())} of {sum(codes.values())} rows failed for reasons in their input "
-        f"and will fail again ({reasons}): correct the input and submit it anew"
+        f"and {which} ({reasons}): correct the input and submit it anew"
     )
 
 

@@ -307,18 +307,23 @@ def retry(
         bool,
         typer.Option("--wait", help="Stay until the retry is over, and show progress."),
     ] = False,
+    all_rows: Annotated[
+        bool,
+        typer.Option("--all", help="Rows too that their input alone makes fail."),
+    ] = False,
 ) -> None:
     """Run a job's failed rows again, as a new job whose id it prints.
 
-    `results` of the first job shows the rows that succeeded now.
+    `results` of the first job shows the rows that succeeded now. Rows that their input makes
+    fail, such as those with an empty prompt, are left out.
 
     Example: ntx-batch retry d254e --wait
     """
     handle = client.job(job)
     codes = handle.error_codes()
-    again = handle.retry()
+    again = handle.retry(hopeless=all_rows)
     _print_id(again)
-    if said := actions.hopeless_rows(codes):
+    if said := actions.hopeless_rows(codes, run=all_rows):
         render.note(f"warning: {said}")
     if wait:
         _wait(again)

@@ -121,12 +121,14 @@ class JobHandle:
 
         return actions.set_priority(self.home, self.id, parse_priority(priority))
 
-    def retry(self) -> JobHandle:
+    def retry(self, *, hopeless: bool = False) -> JobHandle:
         """A new job of the failed rows; `results` of this one shows what it brings.
 
-        Raises SpecError: no row has failed, or the job is not over.
+        hopeless: rows too that their input alone makes fail
+
+        Raises SpecError: there are no such rows, or the job is not over.
         """
-        return JobHandle(actions.retry(self.home, self.id).id, self.home)
+        return JobHandle(actions.retry(self.home, self.id, hopeless=hopeless).id, self.home)
 
     def remove(self) -> str:
         """Forget the job and delete its results, unless `output` named their folder.

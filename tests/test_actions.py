@@ -18,13 +18,13 @@ from jobs.home import HOME_VARIABLE, Home
 from jobs.job_run import error_limit
 from jobs.messages import Event
 from jobs.processes import ProcessId
-from jobs.records import Job, JobState
+from jobs.records import INPUT_ERROR_CODES, Job, JobState
 from jobs.results import read_results
 from jobs.runner import Runner
 from jobs.stop_signal import StopSignal
 from jobs.store import JobStore
 from ntx_batch import client
-from ntx_batch.actions import INPUT_ERROR_CODES, hopeless_rows
+from ntx_batch.actions import hopeless_rows
 from ntx_batch.submission import queue_job as queue_submission
 from ntx_batch.submission import read_submission
 from tests.cli_helpers import MODEL, Ran, run_here, write_prompts
@@ -304,7 +304,7 @@ def test_a_pause_does_not_take_back_a_cancel(store: JobStore, job: Job) -> None:
 # ---- retry and rm ------------------------------------------------------------------------
 
 
-def test_retry_says_how_many_rows_their_input_fails(
+def test_retry_leaves_out_rows_that_their_input_makes_fail(
     ntx: Command, home: Home, store: JobStore, job: Job
 ) -> None:
     codes = {5: "empty_prompt", 8: "invalid_row", 40: "worker_crashed", 50: "empty_prompt"}
@@ -314,12 +314,17 @@ def test_retry_says_how_many_rows_their_input_fails(
 
     with runner(home, answer=answer):
         wait_over(store, job)
-        said = ntx("retry", job.id).err
+        ran = ntx("retry", job.id)
+        wait_over(store, store.job(ran.out.strip()))
+        every = ntx("retry", job.id, "--all")
+        assert store.job(every.out.strip()).total == 4
     assert (
-        "warning: 3 of 4 rows failed for reasons in their input and will fail again "
-        "(2 empty_prompt, 1 invalid_row): correct the input and submit it anew" in said
+        "warning: 3 of 4 rows failed for reasons in their input and are left out "
+        "(2 empty_prompt, 1 invalid_row): correct the input and submit it anew" in ran.err
     )
-    assert hopeless_rows({"worker_crashed": 2, "kv_cache_exceeded": 1}) is None
+    assert store.job(ran.out.strip()).total == 1
+    assert "3 of 4 rows failed for reasons in their input and will fail again" in every.err
+    assert hopeless_rows({"worker_crashed": 2, "kv_cache_exceeded": 1}, run=False) is None
     assert set(ROW_ERROR_CODES) > INPUT_ERROR_CODES
 
 
@@ -327,7 +332,10 @@ def test_retry_prints_the_new_job_and_results_show_its_rows(
     ntx: Command, home: Home, store: JobStore, job: Job, tmp_path: Path
 ) -> None:
     bad = {5, 40}
-    with runner(home, answer=lambda row: bad_row(row) if row in bad else ok_row(row, "now")):
+    with runner(
+        home,
+        answer=lambda row: bad_row(row, "worker_crashed") if row in bad else ok_row(row, "now"),
+    ):
         wait_over(store, job)
         bad.clear()
         ran = ntx("retry", job.id, "--wait")

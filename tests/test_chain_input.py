@@ -148,7 +148,7 @@ def test_a_job_that_wants_every_row_refuses_and_comes_back_with_a_retry(
 ) -> None:
     first = first_job(store, tmp_path)
     second = chain_after(store, first, after_errors="fail")
-    run_job(store, first, ok_row(0), bad_row(1), ok_row(2), ok_row(3))
+    run_job(store, first, ok_row(0), bad_row(1, "worker_crashed"), ok_row(2), ok_row(3))
     with pytest.raises(JobError, match=f"1 of 4 rows of job {first.id} are not ok") as refused:
         take(store, second)
     assert not list(store.job_dir(second.id).glob("*.parquet*"))

@@ -101,7 +101,7 @@ def test_results_show_the_rows_that_a_retry_brings(store: JobStore, job: Job) ->
     table = read_results(store.finished(job.id), errors=True)
     assert table["row_index"].to_pylist() == [4]
     assert sorted(shown(store, again)) == [3, 4, 11]
-    assert failed_keys(store.finished(job.id)).tolist() == [[4, 0]]
+    assert failed_keys(store.finished(job.id), hopeless=True).tolist() == [[4, 0]]
     counts = store.job(job.id)
     assert (counts.num_ok, counts.num_error) == (9, 3), "its own counts are its own"
 
@@ -180,3 +180,20 @@ def test_a_removed_retry_takes_its_rows_along(store: JobStore, job: Job) -> None
     store.remove_job(job.id)
     assert store.job(another.id).retry_of is None
     assert sorted(shown(store, another)) == []
+
+
+def test_rows_that_their_input_makes_fail_are_left_out_unless_asked_for(
+    store: JobStore, tmp_path: Path
+) -> None:
+    """They depend on the row alone: what ran into a limit of the machine may do better."""
+    job = queue_job(store, tmp_path / "in.parquet", ["a", None, "b", "c"])
+    rows = [ok_row(0), bad_row(1, "invalid_prompt"), ok_row(2), bad_row(3, "invalid_prompt")]
+    finish(store, job, rows)
+    store.set_state(job.id, "completed")
+    with pytest.raises(SpecError, match=r"no failed rows to retry: all 2 .* input.*--all"):
+        retry(store, job)
+    again = create_retry(store, job.id, {}, hopeless=True)
+    assert again.total == 2
+    finish(store, again, [bad_row(1, "timeout"), bad_row(3, "timeout")])
+    store.set_state(again.id, "completed")
+    assert failed_keys(store.finished(again.id), hopeless=False).tolist() == [[1, 0], [3, 0]]

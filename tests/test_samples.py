@@ -49,7 +49,7 @@ def open_run(store: JobStore, job: Job) -> JobRun:
 
 def commit(run: JobRun, *keys: Key, failed: tuple[Key, ...] = ()) -> None:
     rows = [ok_row(row, f"{row}.{sample}", sample_index=sample) for row, sample in keys]
-    rows += [bad_row(row, sample_index=sample) for row, sample in failed]
+    rows += [bad_row(row, "worker_crashed", sample_index=sample) for row, sample in failed]
     run.commit(BatchDone(1, finish_rows(run.job, rows), (), PROGRESS))
 
 
