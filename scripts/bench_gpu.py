@@ -9,10 +9,11 @@ Every figure is the median of event timings of ten calls on random data.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -25,7 +26,7 @@ import numpy as np
 
 from engine.requests import Request, SamplingParams
 from engine.sampler import RowSampler, choose
-from kernels.cuda import matrix
+from kernels.cuda import matrix, sharing
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.recordings import Recordings
 from kernels.ops import PAGE_TOKENS, Batch, HeadParams, KvShape, Rope
@@ -42,6 +43,7 @@ SHAPES = {
 }
 KV = KvShape(num_layers=1, num_kv_heads=8, key_length=128, value_length=128)
 HEAD = HeadParams(num_heads=64, num_kv_heads=8, key_length=128, value_length=128, norm_eps=1e-5)
+PREFIX = 1500  # tokens that rows have in common
 VOCABULARY = 128_256
 SAMPLING = {
     "greedy": SamplingParams(),
@@ -284,6 +286,64 @@ def bench_attention(report: Report, ops: CudaOps, name: str, spans: list[tuple[i
     add_rates(report, f"{name}, ms", 1e3, [1 / second for second in seconds])
 
 
+def bench_sharing(report: Report, ops: CudaOps) -> None:
+    """Rows that decode behind one prefix: through its pages together, each by itself, and each with
+    pages of its own.
+    """
+    for num_rows, kv_type in ((96, "f16"), (96, "int8"), (1000, "f16")):
+        name = f"decode attention, {num_rows} rows behind {PREFIX} tokens, {kv_type}"
+        bench_prefix(report, ops, name, num_rows, kv_type)
+
+
+def bench_prefix(report: Report, ops: CudaOps, name: str, num_rows: int, kv_type: Any) -> None:
+    """A layer's attention of rows that have gone on for 20 to 148 tokens."""
+    positions = [PREFIX + 20 + 128 * row // num_rows for row in range(num_rows)]
+    batch = rows_of([(position, position + 1) for position in positions])
+    own, common = batch.page_table, PREFIX // PAGE_TOKENS
+    shared = own.copy()
+    shared[:, :common] = own[0, :common]
+    pool = ops.kv_pool(KV, num_pages=own.size, kv_type=kv_type, num_rows=num_rows)
+    fill(pool)
+    q = cp.random.standard_normal((num_rows, 64 * 128), dtype=cp.float32)
+    ways = {"together": shared, "each by itself": shared, "with own pages": own}
+    samples, outs = {}, {}
+    for way, table in ways.items():
+        with each_alone(way != "together"):
+            sweep = replace(batch, page_table=table)
+            plan, out = ops.plan(sweep, KV, HEAD.num_heads), cp.empty_like(q)
+        call = partial(ops.attention, 0, plan, q, HEAD, sweep, pool, 0, out)
+        samples[way], outs[way] = timed(call), out
+        for second in samples[way]:
+            report.add(f"{name}, {way}, ms", 1e3 * second)
+        tasks = plan.host_tasks
+        report.facts[f"{name}, {way}, pages read"] = tasks.pages_read(8, KV.num_kv_heads)
+    assert bool((outs["together"] == outs["each by itself"]).all()), name
+    for way in ("each by itself", "with own pages"):
+        for alone, together in zip(samples[way], samples["together"], strict=True):
+            report.add(f"{name}, {way} / together", alone / together)
+
+
+@contextlib.contextmanager
+def each_alone(is_alone: bool) -> Iterator[None]:
+    """Inside, no sweep is planned with rows that read pages together."""
+    least = sharing.LEAST_SAVED
+    if is_alone:
+        sharing.LEAST_SAVED = 1 << 60
+    try:
+        yield
+    finally:
+        sharing.LEAST_SAVED = least
+
+
+def fill(pool: Any) -> None:
+    """Random keys, values and scales."""
+    for array in (pool.keys, pool.values, pool.scales, pool.open_pages):
+        for layer in array if array.size else ():
+            numbers = cp.random.standard_normal(layer.size, cp.float32).reshape(layer.shape)
+            layer[...] = 30 * numbers if layer.dtype == cp.int8 else numbers
+    pool.scales[...] = abs(pool.scales) / 30
+
+
 def bench_pointwise(report: Report, ops: CudaOps) -> None:
     num_tokens = 2048
     batch = rows_of([(0, num_tokens)])
@@ -333,6 +393,7 @@ SECTIONS: dict[str, Callable[[Report, CudaOps], None]] = {
     "products": bench_tiles,
     "few": bench_few,
     "attention": bench_attentions,
+    "sharing": bench_sharing,
     "pointwise": bench_pointwise,
     "sampling": bench_sampling,
 }
