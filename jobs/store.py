@@ -486,10 +486,14 @@ def _job(row: Row) -> Job:
             "record": json.loads(row["record"]),
             "fingerprint": row["fingerprint"] and fingerprint_from_json(row["fingerprint"]),
             "waits": bool(row["waits"]),
-            "hooks": tuple(map(_hook, json.loads(row["hooks"]))),
+            "hooks": _hooks(row["hooks"]),
         }
     )
 
 
-def _hook(values: dict[str, Any]) -> Hook:
-    return Hook(**values | {"target": hook_target_from_json(json.dumps(values["target"]))})
+def _hooks(text: str) -> tuple[Hook, ...]:
+    found = sorted(json.loads(text), key=lambda values: int(values["id"]))
+    return tuple(
+        Hook(**values | {"target": hook_target_from_json(json.dumps(values["target"]))})
+        for values in found
+    )

@@ -87,11 +87,11 @@ class _Output:
         self._thread.start()
 
     def _pump(self) -> None:
-        while chunk := self._source.read1(1 << 16):  # type: ignore[attr-defined]
-            self._tail = (self._tail + chunk)[-4 * MAX_ERROR_CHARS :]
-            self._sink.write(chunk[: self._num_left])
-            self._sink.flush()
-            self._num_left -= min(self._num_left, len(chunk))
+        with self._source:
+            while chunk := self._source.read1(1 << 16):  # type: ignore[attr-defined]
+                self._tail = (self._tail + chunk)[-4 * MAX_ERROR_CHARS :]
+                self._sink.write(chunk[: self._num_left])
+                self._num_left -= min(self._num_left, len(chunk))
 
     def last_words(self) -> str:
         # What the command left in the background may hold its output open.
@@ -123,9 +123,9 @@ def run_command(attempt: Attempt, body: bytes, sink: IO[bytes], limit_s: float) 
     feed = threading.Thread(target=_feed, args=(command.stdin, body), daemon=True)
     feed.start()
     status = command.wait(limit_s)
+    words = shown_text(output.last_words())
     if status == 0:
         return Outcome(exit_status=0)
-    words = shown_text(output.last_words())
     ended = f"exit status {status}" if status > 0 else f"ended by signal {-status}"
     return Outcome(exit_status=status, error=f"{ended}: {words}" if words else ended)
 
