@@ -43,6 +43,7 @@ ROLES = ("runner", "driver", "EngineActor", "raylet", "gcs_server")
 NEW_ROWS = 10  # at least, between the way back and the next kill
 HURRIED_SHARE, HURRIED_WITHIN_S = 0.2, 3.0
 GO_ON_S = 30.0  # within which a job should go on, on a machine that does nothing else
+LOG_CHARS = 20_000
 GONE_S, BACK_S, COMPILE_S = 60.0, 180.0, 600.0
 
 
@@ -234,7 +235,13 @@ def run_chaos(
         undisturbed = run_undisturbed(queue(prompts, home.path, model, max_tokens))
         stop_runner(home)
         chaos = Chaos(queue(prompts, home.path, model, max_tokens), num_rows, seed)
-        chaos.run(num_kills)
+        try:
+            chaos.run(num_kills)
+        except Exception:
+            snapshot = chaos.job.snapshot()
+            print(chaos.kills, snapshot.state, snapshot.reason, snapshot.num_ok, file=sys.stderr)
+            print(home.log_path.read_text()[-LOG_CHARS:], file=sys.stderr)
+            raise
     finally:
         stop_runner(home)
     check_rows(chaos.job.results(), undisturbed)

@@ -109,7 +109,8 @@ def _headline(
     yield words.count(rows.statuses["error"]), "rows failed"
     if points and points[-1].work_s:
         last = points[-1]
-        yield words.number(last.completion_tokens / last.work_s), "tokens/s generated, pauses left out"
+        generated = words.number(last.completion_tokens / last.work_s)
+        yield generated, "tokens/s generated, pauses left out"
         yield words.number(last.prompt_tokens / last.work_s), "tokens/s read, likewise"
         yield words.duration(last.work_s), "of work"
     if energy is not None and energy.kwh is not None:
