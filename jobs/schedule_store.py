@@ -25,6 +25,9 @@ from jobs.schedule import (
 from jobs.store import JobStore
 
 Held = Literal["window", "max_runtime"]
+# Of those of which no job was made: a week of one each minute. A clock set back further than they
+# reach finds what is due anew.
+MAX_OCCURRENCES = 10_000
 # Of a run; sql/schema.sql says what they mean.
 OVER_STATES = ("skipped", "missed", "nothing", "refused", "completed", "failed", "cancelled")
 
@@ -319,6 +322,7 @@ class ScheduleStore:
     def _insert_run(
         self, schedule: Schedule, settlement: Settlement, state: str, reason: str | None
     ) -> int:
+        self._db.run("forget_old_occurrences", schedule_id=schedule.id, num_kept=MAX_OCCURRENCES)
         try:
             return self._db.insert(
                 "insert_schedule_run",

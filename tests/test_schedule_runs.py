@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jobs import schedule_store
 from jobs.home import Home
 from jobs.records import Job, ScheduleNotFoundError, SpecError
 from jobs.schedule import iso_wall
@@ -577,11 +578,31 @@ def test_a_number_whose_folder_has_results_is_passed_over(make_house: Any, tmp_p
         ("select_taken_items", "USING PRIMARY KEY (schedule_id=? AND item=?)"),
         ("select_schedules_to_serve", "schedule_run USING INDEX schedule_run_open"),
         ("select_bounded_runs", "schedule_run USING INDEX schedule_run_open"),
+        ("forget_old_occurrences", "(schedule_id=? AND scheduled_at<?)"),
     ],
 )
 def test_a_long_history_is_not_read_through(make_house: Any, query: str, index: str) -> None:
     """What the runner asks every few seconds, and what is asked for each block of ids."""
     connection = make_house().jobs.database._connection
-    values = {"schedule_id": 1, "items": "[]", "now": 0.0}
+    values = {"schedule_id": 1, "items": "[]", "now": 0.0, "num_kept": 10}
     plan = connection.execute(f"EXPLAIN QUERY PLAN {QUERIES[query]}", values).fetchall()
     assert any(index in row["detail"] for row in plan), [row["detail"] for row in plan]
+
+
+def test_of_occurrences_without_a_job_the_newest_are_kept_and_all_with_one(
+    make_house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schedule that finds nothing to do, each minute for a year, does not fill the disk."""
+    monkeypatch.setattr(schedule_store, "MAX_OCCURRENCES", 5)
+    house = make_house(cron="* * * * *", new_only=True)
+    house.put("a", "one")
+    house.serve_at("2026-11-30T12:01")
+    house.finish()
+    for minute in range(2, 40):
+        house.serve_at(f"2026-11-30T12:{minute:02}")
+        house.serve()
+    assert house.states() == ["completed"] + ["nothing"] * 6
+    runs = house.store.history(house.schedule)
+    assert [run.scheduled_at for run in runs[:6]] == [NOON + MINUTE * n for n in range(39, 33, -1)]
+    house.put("a", "one", "two")
+    assert house.serve_at("2026-11-30T12:40")[-1] == "queued", "it is known what was done"

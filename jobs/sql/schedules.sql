@@ -46,6 +46,18 @@ UPDATE schedule SET num_runs = :number WHERE id = :id AND num_runs = :number - 1
 INSERT INTO schedule_run (schedule_id, scheduled_at, decided_at, state, reason, num_missed)
 VALUES (:schedule_id, :scheduled_at, :now, :state, :reason, :num_missed);
 
+-- forget_old_occurrences --
+-- Of occurrences of which no job was made, those before the newest ones of the schedule go. A run of
+-- which one was made stays: what it took of the input is known by it.
+DELETE FROM schedule_run
+WHERE schedule_id = :schedule_id AND number IS NULL
+    AND state IN ('skipped', 'missed', 'nothing', 'refused')
+    AND scheduled_at < (
+        SELECT scheduled_at FROM schedule_run
+        WHERE schedule_id = :schedule_id AND scheduled_at IS NOT NULL
+        ORDER BY scheduled_at DESC LIMIT 1 OFFSET :num_kept - 1
+    );
+
 -- settle_waiting_run --
 -- The turn of a waiting run has come, unless another process saw so first.
 UPDATE schedule_run SET state = :state, reason = :reason, decided_at = :now
