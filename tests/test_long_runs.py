@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-from jobs import temp_folder
+from jobs import driver_process, temp_folder
+from jobs import job_log as job_log_module
+from jobs import runner as runner_module
+from jobs.control import RunnerLock
+from jobs.driver_process import DriverProcess
+from jobs.home import Home
+from jobs.job_log import cap_log, job_log
+from jobs.messages import Event
+from jobs.publish import publish_part
+from jobs.records import Job, Part
+from jobs.runner import Runner
+from jobs.stop_signal import StopSignal
+from jobs.store import JobStore
 from jobs.temp_folder import (
     MIN_ABANDONED_S,
+    PREFIX,
+    RAY_FOLDER,
     clear_abandoned_folders,
     hold_folder,
     make_temp_folder,
     remove_worker_logs,
+    temp_roots,
 )
+from tests.chatty_engine import LINE, NUM_LINES
+from tests.runner_helpers import ScriptedDriver, make_home, queue_job
 
 KEY = "0123456789ab"
+MAX_RAY_LOG_NBYTES = 256 << 10
 
 
 @pytest.fixture
@@ -91,3 +111,92 @@ def test_the_logs_of_a_worker_that_ended_are_removed_and_no_others(tmp_path: Pat
     left = sorted(str(path.relative_to(logs)) for path in logs.rglob("*") if path.is_file())
     assert left == sorted([*(name.format(123) for name in names), "raylet.out"])
     remove_worker_logs(tmp_path / "absent", 12)
+
+
+# ---- logs --------------------------------------------------------------------------------
+
+
+def test_the_log_of_a_job_is_two_files_of_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_log_module, "MAX_LOG_NBYTES", 10_000)
+    path = tmp_path / "job" / "log.txt"
+    log = logging.getLogger("jobs.test_long_runs")
+    for attempt in range(3):
+        with job_log(path):
+            for number in range(500):
+                log.warning("attempt %d says %d", attempt, number)
+    sizes = {file.name: file.stat().st_size for file in path.parent.iterdir()}
+    assert set(sizes) == {"log.txt", "log.txt.1"}
+    assert max(sizes.values()) <= 10_000
+    assert path.read_text().endswith("attempt 2 says 499\n")
+
+
+def test_a_running_runner_caps_its_log_which_its_children_write_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver and the server of schedules append to runner.log; the runner alone halves it."""
+    home = make_home(tmp_path / "home")
+    monkeypatch.setattr(runner_module, "HEARTBEAT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(runner_module, "cap_log", lambda path: cap_log(path, 10_000))
+    child = home.log_path.open("a")
+    sizes = []
+
+    class TalkingDriver(ScriptedDriver):
+        def wait(self, timeout_s: float, others: Sequence[int] = ()) -> list[Event]:
+            child.write("what a driver says\n" * 100)
+            child.flush()
+            sizes.append(home.log_path.stat().st_size)
+            return super().wait(timeout_s, others)
+
+    with JobStore(home.state_path) as store, child:
+        queue_job(store, tmp_path / "in.parquet", ["p"] * 60, shard_rows=1)
+        driver = TalkingDriver(store)
+        with RunnerLock(home) as lock, StopSignal() as stop:
+            Runner(
+                home, lock, store=store, stop=stop, start_driver=lambda _: driver, idle_exit_s=0.0
+            ).run()
+    assert len(sizes) > 50 and max(sizes) <= 10_000 + 2000
+    assert home.log_path.read_text().startswith("what a driver says\n")
+
+
+@pytest.mark.slow
+def test_ray_rotates_all_that_it_and_the_engine_actor_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 68: log cap. What the actor writes to its standard output and error is bounded too."""
+    monkeypatch.setattr(driver_process, "MAX_RAY_LOG_NBYTES", MAX_RAY_LOG_NBYTES)
+    home = make_home(tmp_path / "home")
+    sizes: dict[str, int] = {}
+    drivers: list[DriverProcess] = []
+
+    def start(home: Home) -> DriverProcess:
+        drivers.append(DriverProcess(home, module="tests.chatty_engine"))
+        return drivers[-1]
+
+    def publish(job: Job, part: Part, blobs: Sequence[bytes]) -> None:
+        publish_part(job, part, blobs)
+        for root in temp_roots(os.environ) if part.num_rows else []:
+            for logs in root.glob(f"{PREFIX}{home.key}-*/{RAY_FOLDER}/session_latest/logs"):
+                sizes.update({path.name: path.stat().st_size for path in logs.glob("*.*")})
+
+    with JobStore(home.state_path) as store:
+        job = queue_job(store, tmp_path / "in.parquet", ["a", "b"])
+        with RunnerLock(home) as lock, StopSignal() as stop:
+            Runner(
+                home,
+                lock,
+                store=store,
+                stop=stop,
+                publish=publish,
+                start_driver=start,
+                idle_exit_s=0.0,
+            ).run()
+        assert store.job(job.id).state == "completed"
+    assert len(drivers) == 1
+    for kind in ("err", "out"):
+        mine = [size for name, size in sizes.items() if fnmatch(name, f"worker-*.{kind}*")]
+        assert len(mine) == 2, "the file and one before it"
+        assert MAX_RAY_LOG_NBYTES < sum(mine) < NUM_LINES * len(LINE)
+    assert max(sizes.values()) <= 1.1 * MAX_RAY_LOG_NBYTES
+    assert {"raylet.out", "gcs_server.out"} <= set(sizes)
