@@ -97,6 +97,8 @@ def take_input(store: JobStore, job: Job, on_progress: OnProgress = lambda _: No
     results = Results(finished)
     folder = store.job_dir(job.id)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for torn in folder.glob(f".{COPY_NAME}.*"):
+        torn.unlink()  # of a runner that was killed while it copied
     tally = _Tally()
     column = finished.job.spec.output_prefix + "status"
 

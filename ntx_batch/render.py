@@ -367,6 +367,8 @@ def _show_lines(snapshots: Iterable[Job]) -> Iterator[Job]:
 
 
 def _progress_text(job: Job, now: float) -> str:
+    if job.state == "queued" and job.waits and job.reason:
+        return job.reason
     eta_s = rates_of(job, now).eta_s
     parts = [_counts(job), _speed(job, now), None if eta_s is None else f"ETA {duration(eta_s)}"]
     return "; ".join(part for part in parts if part is not None)

@@ -166,8 +166,10 @@ def test_a_copy_that_was_begun_is_made_anew(store: JobStore, tmp_path: Path) -> 
     second = chain_after(store, first)
     run_job(store, first, ok_row(0), ok_row(1), ok_row(2), ok_row(3))
     store.job_dir(second.id).mkdir(parents=True)
-    (store.job_dir(second.id) / "input.parquet").write_bytes(b"torn")
+    for name in ("input.parquet", ".input.parquet.4711.tmp"):
+        (store.job_dir(second.id) / name).write_bytes(b"torn")
     assert copied(take(store, second)).num_rows == 4
+    assert [path.name for path in store.job_dir(second.id).iterdir()] == ["input.parquet"]
 
 
 def test_the_copy_outlives_the_earlier_job_and_its_folder(store: JobStore, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jobs.chains import next_move, outlook
 from jobs.records import FINAL_STATES, Job, Manifest, StoreError
+from jobs.sql import QUERIES
 from jobs.store import JobStore
 from tests.job_factories import make_batch, make_job, make_manifest, make_spec
 
@@ -111,6 +112,23 @@ def test_taking_the_input_ends_the_tie_to_the_earlier_job(store: JobStore) -> No
     assert (taken.after, taken.spec.after, taken.record) == (None, first.id, {"after": {"rows": 3}})
     store.remove_job(first.id)
     assert store.job(second.id).state == "running"
+
+
+@pytest.mark.parametrize(
+    ("query", "index"),
+    [
+        ("select_chained", "job_after"),
+        ("claim_job", "job_waiting"),
+        ("select_due_hooks", "hook_open"),
+        ("select_running_hooks", "hook_open"),
+    ],
+)
+def test_jobs_that_are_over_are_not_read_through(store: JobStore, query: str, index: str) -> None:
+    """What is asked at each change of a state, and by the runner again and again."""
+    values = {"now": 0.0, "passed_over": "[]"}
+    connection = store.database._connection
+    plan = connection.execute(f"EXPLAIN QUERY PLAN {QUERIES[query]}", values).fetchall()
+    assert any(f"USING INDEX {index}" in row["detail"] for row in plan), [*map(tuple, plan)]
 
 
 # ---- a chain that stops ------------------------------------------------------------------

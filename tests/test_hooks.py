@@ -15,11 +15,12 @@ from jobs.hook_store import Attempt, HookStore, Outcome
 from jobs.hook_watch import HookWatch
 from jobs.hooks import RETRY_DELAYS_S, parse_hook, retry_delay_s, shown_target, shown_text
 from jobs.processes import ProcessId
-from jobs.records import HookTarget, SpecError
+from jobs.records import HookTarget, Manifest, SpecError
 from jobs.store import JobStore
 from ntx_batch.submission import read_submission
 from tests.cli_helpers import MODEL
 from tests.hook_helpers import end_job, hook_of, job_with_hooks
+from tests.job_factories import make_spec
 from tests.runner_helpers import make_home
 
 PLACE = HookTarget(url="https://user:pw@hooks.example.com:8443/T0/secret?token=x#y")
@@ -125,11 +126,8 @@ def test_a_pause_is_no_end(store: JobStore) -> None:
 
 def test_a_chain_that_stops_tells_of_each_of_its_jobs(store: JobStore) -> None:
     first = job_with_hooks(store)
-    second = job_with_hooks(store, failure=PLACE)
-    with store.database.atomic():
-        store.database._connection.execute(
-            "UPDATE job SET after = ?, waits = 1 WHERE id = ?", (first.id, second.id)
-        )
+    spec, hooks = make_spec(after=first.id), {"failure": PLACE}
+    second = store.create_job(spec, Manifest(files=()), {}, hooks=hooks)  # type: ignore[arg-type]
     store.set_request(first.id, "cancel")
     assert store.job(second.id).state == "failed"
     assert hook_of(store, second).state == "due"

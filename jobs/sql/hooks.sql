@@ -3,12 +3,14 @@
 INSERT INTO hook (job_id, event, target) VALUES (:job_id, :event, :target);
 
 -- select_due_hooks --
--- Hooks whose time has come, those that wait longest first.
-SELECT id FROM hook WHERE state = 'due' AND next_at <= :now ORDER BY next_at, id;
+-- Hooks whose time has come, those that wait longest first. Both states are named as in the index.
+SELECT id FROM hook
+WHERE state IN ('due', 'running') AND state = 'due' AND next_at <= :now
+ORDER BY next_at, id;
 
 -- select_running_hooks --
 -- Hooks that a process is at, or was.
-SELECT * FROM hook WHERE state = 'running' ORDER BY id;
+SELECT * FROM hook WHERE state IN ('due', 'running') AND state = 'running' ORDER BY +id;
 
 -- count_open_hooks --
 -- Hooks that a runner is needed for.

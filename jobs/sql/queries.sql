@@ -42,11 +42,12 @@ WHERE (after = :id OR (retry_of = :id AND json_extract(spec, '$.after') IS NOT N
 ORDER BY num;
 
 -- select_chained --
--- Jobs whose lot hangs on another job's, that one always before them.
+-- Jobs whose lot hangs on another job's, that one always before them. The plus sign has the index of
+-- such jobs serve this, not the order of all.
 SELECT id FROM job
 WHERE after IS NOT NULL
     AND (state IN ('queued', 'paused', 'interrupted') OR (state = 'failed' AND waits))
-ORDER BY num;
+ORDER BY +num;
 
 -- move_chained --
 -- A job follows the one that it comes after.
