@@ -52,10 +52,7 @@ def alternatives(planner: Planner, plan: Plan) -> list[Alternative]:
         for other in planner.ways.neighbouring_sweeps(way)
     ]
     found += _of_pages(planner, plan)
-    found += [
-        _of_way(planner, plan, other, "host KV pages", _host_kv(other.host_kv_pages))
-        for other in planner.other_host_kv(plan)
-    ]
+    found += _of_host_kv(planner, plan)
     other = replace(way, expand=not way.expand, num_resident=len(plan.resident), head_resident=True)
     kept_otherwise = _of_way(planner, plan, other, "weights", _weights(other.expand))
     if kept_otherwise.plan is None or planner.has_measured(expand=other.expand):
@@ -79,7 +76,7 @@ def _of_way(planner: Planner, plan: Plan, way: Way, decision: str, instead: str)
         "resident layers": str(sum(plan.resident)),
         "output head": _head(plan.head_resident),
         "sweep tokens": str(plan.sweep_tokens),
-        "host KV pages": _host_kv(plan.host_kv_pages),
+        "host KV pages": f"{plan.host_kv_pages}",
         "weights": _weights(plan.expand),
     }
     found = planner.plan_of(way)
@@ -105,8 +102,17 @@ def _of_pages(planner: Planner, plan: Plan) -> Iterator[Alternative]:
             )
 
 
-def _host_kv(num_pages: int) -> str:
-    return f"{num_pages}" if num_pages else "none: KV on the device alone"
+def _of_host_kv(planner: Planner, plan: Plan) -> Iterator[Alternative]:
+    """Of those without any, the best: how layers are placed depends on it all over."""
+    if plan.host_kv_pages:
+        yield Alternative(
+            decision="host KV pages",
+            chosen=f"{plan.host_kv_pages}",
+            instead="none: KV on the device alone",
+            plan=planner.best_on_device(),
+        )
+    for other in planner.other_host_kv(plan):
+        yield _of_way(planner, plan, other, "host KV pages", f"{other.host_kv_pages}")
 
 
 def _head(resident: bool) -> str:

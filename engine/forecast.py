@@ -65,11 +65,13 @@ class Board:
     """What limits a sweep: its most tokens, and the most rows on board.
 
     kv_pages: on the device, which rows take before others
+    page_tokens: a piece of a prompt ends with a page of so many, where it holds one
     """
 
     sweep_tokens: int
     max_rows: int
     kv_pages: int = 0
+    page_tokens: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +203,8 @@ class _Run:
         """Every decoding row's token, and prompts as far as the budget goes."""
         left = self._prefilling * self._computed - self._done
         num_tokens = min(left, self._board.sweep_tokens - self._decoding)
-        end = self._done + num_tokens
+        end = self._piece_end(self._done + num_tokens)
+        num_tokens = end - self._done
         rows = end // self._computed
         attended = self._positions(end) - self._positions(self._done)
         tokens, outputs = self._decoding + num_tokens, self._decoding + rows
@@ -217,6 +220,11 @@ class _Run:
             self._decoding += rows
             self._attended += rows * (self._prompt + 1)
             self._leaving.append((self._sweeps + self._output - 1, rows))
+
+    def _piece_end(self, end: int) -> int:
+        """Where the last piece of prompts, laid end to end, ends that reaches to a token."""
+        cut = end % self._computed % self._board.page_tokens
+        return end - cut if end - cut > self._done else end
 
     def _decode_until_rows_leave(self) -> None:
         """Sweeps that are alike but for their positions: those of the middle one, so many times."""
@@ -238,7 +246,10 @@ class _Run:
         rows = self._decoding + (done > 0)
         own = (attended + done) / PAGE_TOKENS + HALF_PAGE * rows
         held = own - max(0, rows - 1) * self._shared_pages
-        return max(0.0, held - self._board.kv_pages)
+        beyond = max(0.0, held - self._board.kv_pages)
+        # The open page of a row of 8 bits is elsewhere, on the device.
+        open_pages = rows if self._board.page_tokens > 1 else 0
+        return beyond * max(0.0, 1 - open_pages / held) if beyond else 0.0
 
     def _count(self, times: int, load: Load, host_pages: float) -> None:
         seconds, name = self._pace.sweep_s(load, self._kept(), host_pages)

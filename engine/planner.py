@@ -29,7 +29,7 @@ from engine.prediction import Predictor
 from engine.requests import EngineConfig, MemoryBudgetError
 from engine.sizes import ModelSizes, Part
 from engine.ways import SWEEP_TOKENS_TRIED, Way, Ways, way_of
-from kernels.ops import STAGED_LAYERS, shares_partial_pages
+from kernels.ops import PAGE_TOKENS, STAGED_LAYERS, shares_partial_pages
 
 __all__ = [
     "DEFAULT_RATES",
@@ -92,11 +92,12 @@ class Planner:
         self._budget, self._rates = budget, rates
         self._divider = Divider(config, sizes, budget)
         self.ways = Ways(config, sizes, budget)
+        shares_parts = config.kv_type is None or shares_partial_pages(config.kv_type)
         work = (workload or Workload()).with_reuse(
-            reuses=config.reuse_prefixes,
-            shares_parts=config.kv_type is None or shares_partial_pages(config.kv_type),
+            reuses=config.reuse_prefixes, shares_parts=shares_parts
         )
-        self._predictor = Predictor(sizes, rates, work)
+        page_tokens = 1 if shares_parts else PAGE_TOKENS
+        self._predictor = Predictor(sizes, rates, work, page_tokens=page_tokens)
         # Of rows that nobody has seen, any number may be on board.
         seen = workload is not None
         self._may_travel = (
@@ -125,6 +126,12 @@ class Planner:
 
         Raises MemoryBudgetError: nothing fits; says the smallest memory that does.
         """
+        best = self.best_on_device()
+        travelling = self._travelling() if best.streams else None
+        return self._shorter(best, self._settled(travelling)) if travelling else best
+
+    def best_on_device(self) -> Plan:
+        """The same of those that have no KV pages in host memory."""
         plans = self._plans()
         if not plans and self._held_pages > self._row_pages:
             # Better a plan for most rows than none; the longest ones will be told so.
@@ -132,9 +139,7 @@ class Planner:
             plans = self._plans()
         if not plans:
             raise MemoryBudgetError(self._refusal())
-        best = self._settled(self._shortest(plans))
-        travelling = self._travelling() if best.streams else None
-        return self._shorter(best, self._settled(travelling)) if travelling else best
+        return self._settled(self._shortest(plans))
 
     def _plans(self) -> list[Plan]:
         return self._fitting(self.ways.all(self._fits))
@@ -171,7 +176,7 @@ class Planner:
         for _ in range(MAX_MOVES):
             ways = self.ways.near(plan)
             if plan.host_kv_pages:
-                ways += [way for way in self.other_host_kv(plan) if way.host_kv_pages]
+                ways += self.other_host_kv(plan)
             near = [self.predicted(found) for found in self._fitting(ways)]
             shortest = self._shorter(plan, min(near, key=_job_s, default=plan))
             if shortest is plan:
@@ -184,7 +189,7 @@ class Planner:
         return other if _job_s(other) * AS_GOOD < _job_s(plan) else plan
 
     def other_host_kv(self, plan: Plan) -> list[Way]:
-        """With other numbers of KV pages in host memory, or none, where a job's rows are known."""
+        """With other numbers of KV pages in host memory, where there is room and rows are known."""
         way = way_of(plan)
         return self.ways.other_host_kv(way, self._most_host_pages(way))
 

@@ -29,10 +29,15 @@ class Predictor:
     pages that those before it hold: r rows of P pages hold r·(P - R) + R. They are of all ages, so
     P is what a row holds halfway, with the page that it grows into and what stays free beside it.
     Pages that the device has no room for travel in each sweep.
+
+    page_tokens: pieces of prompts end with pages of so many
     """
 
-    def __init__(self, sizes: ModelSizes, rates: Rates, work: Workload) -> None:
+    def __init__(
+        self, sizes: ModelSizes, rates: Rates, work: Workload, *, page_tokens: int = 1
+    ) -> None:
         self._sizes, self._rates, self._work = sizes, rates, work
+        self._page_tokens = page_tokens
         self._costs: dict[bool, SweepCost] = {}
 
     @property
@@ -96,6 +101,7 @@ class Predictor:
             sweep_tokens=plan.sweep_tokens,
             max_rows=self._most_rows(plan),
             kv_pages=plan.kv_pages,
+            page_tokens=self._page_tokens,
         )
         found = forecast(work, board, pace)
         mean, host_pages = _mean_load(found), found.host_pages / found.num_sweeps

@@ -122,14 +122,14 @@ class Ways:
         return [replace(way, head_resident=not way.head_resident)] if self._sizes.head else []
 
     def other_host_kv(self, way: Way, most_pages: int) -> list[Way]:
-        """With no KV pages in host memory, or an eighth or a quarter of the most more or less.
+        """With an eighth or a quarter of the most KV pages in host memory more or less.
 
         most_pages: that the way leaves room for
         """
         step = -(-most_pages // HOST_KV_PARTS)
         sizes = {way.host_kv_pages + step * part for part in (-2, -1, 1, 2)}
-        sizes = {0} | {min(pages, most_pages) for pages in sizes if pages > 0}
-        return [replace(way, host_kv_pages=n) for n in sorted(sizes - {way.host_kv_pages})]
+        sizes = {min(pages, most_pages) for pages in sizes if pages > 0}
+        return [replace(way, host_kv_pages=n) for n in sorted(sizes - {0, way.host_kv_pages})]
 
     def other_sweeps(self, way: Way) -> list[Way]:
         """As `neighbouring_sweeps`; none where they are asked for."""

@@ -20,7 +20,7 @@ from scripts.simulated_job import MakeFeed, Outcome, RowFeed, open_simulated, ru
 from scripts.simulated_machine import Machine
 from scripts.simulated_rows import Rows
 
-SWEEP_TOKENS_TRIED = (512, 1024, 1536, 2048, 3072)
+SWEEP_TOKENS_TRIED = (512, 1024, 1536, 2048, 3072, 4096)
 KV_SHARES_TRIED = (0.9, 0.95, 1.05)  # of the KV memory that the planner chose
 HEAD = (
     f"{'plan':<40}{'sweeps':>8}{'sweep s':>9}{'board':>8}{'host':>8}{'link':>6}{'tok/s':>8}"
@@ -107,13 +107,19 @@ class Simulator:
 
     def neighbours(self, workload: Workload, plan: Plan) -> Iterator[Plan]:
         """Other plans: by the most tokens of a sweep, and by KV memory. Those that fit."""
-        asked: list[dict[str, int]] = [
+        asked: list[dict[str, Any]] = [
             {"sweep_tokens": tokens} for tokens in SWEEP_TOKENS_TRIED if tokens != plan.sweep_tokens
         ]
-        asked += [
-            {"sweep_tokens": plan.sweep_tokens, "kv_memory_nbytes": int(share * plan.kv_nbytes)}
-            for share in KV_SHARES_TRIED
-        ]
+        if plan.host_kv_pages:
+            planner = self.planner(workload)
+            found = (planner.plan_of(way) for way in planner.other_host_kv(plan))
+            yield from (planner.predicted(other) for other in found if other is not None)
+            asked.append({"host_kv": "never"})
+        else:
+            asked += [
+                {"sweep_tokens": plan.sweep_tokens, "kv_memory_nbytes": int(share * plan.kv_nbytes)}
+                for share in KV_SHARES_TRIED
+            ]
         for changes in asked:
             try:
                 yield self.plan(workload, **changes)

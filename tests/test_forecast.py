@@ -12,6 +12,7 @@ from engine.costs import Curve, Load, SweepCost
 from engine.forecast import GENERATIONS, Board, Pace, Workload, forecast
 from engine.scheduler import Progress, admission_budget, compose_sweep
 from engine.sweep_log import load_of
+from kernels.ops import PAGE_TOKENS
 
 COST = SweepCost(
     layers=Curve.line(1.0, 0.1),
@@ -86,6 +87,29 @@ def test_sweeps_are_those_of_the_scheduler(work: Workload, board: Board) -> None
         assert found.num_sweeps == taken
         # Sweeps that are alike are counted as those of the middle one.
         assert found.seconds == pytest.approx(seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(("prompt", "tokens"), [(70, 100), (512, 1000), (130, 300)])
+def test_pieces_of_prompts_end_with_pages_of_8_bits(prompt: int, tokens: int) -> None:
+    """Against the scheduler: what is left of a sweep's budget then stays empty."""
+    work = Workload(num_rows=40, prompt_tokens=prompt, output_tokens=30)
+    board = Board(sweep_tokens=tokens, max_rows=12, page_tokens=PAGE_TOKENS)
+    found = forecast(work, board, NOTHING)
+    rows, waiting, taken = [], 40, 0  # [known, computed] of each row
+    while waiting or rows:
+        progress = [Progress(slot, *row) for slot, row in enumerate(rows)]
+        budget = admission_budget(progress, tokens)
+        while waiting and budget > 0 and len(rows) < board.max_rows:
+            rows.append([prompt, 0])
+            waiting, budget = waiting - 1, budget - prompt
+        progress = [Progress(slot, *row) for slot, row in enumerate(rows)]
+        for chunk in compose_sweep(progress, tokens, PAGE_TOKENS):
+            rows[chunk.slot][1] = chunk.end
+            rows[chunk.slot][0] += chunk.wants_logits
+        rows = [row for row in rows if row[0] < prompt + 30]
+        taken += 1
+    assert found.num_sweeps == taken
+    assert forecast(work, replace(board, page_tokens=1), NOTHING).num_sweeps <= taken
 
 
 def test_two_rows_by_hand() -> None:

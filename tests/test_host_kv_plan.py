@@ -156,6 +156,9 @@ def test_pages_beyond_those_of_the_device_come_over_the_link() -> None:
     assert found.host_pages == pytest.approx(pages)
     assert found.seconds == pytest.approx(4 * 10.0 + pages)
     assert found.limited_s == {"link": pytest.approx(found.seconds)}
+    of_8_bits = Board(sweep_tokens=128, max_rows=2, kv_pages=4, page_tokens=32)
+    whole = pages * (1 - 2 / (2 * (66 / 32 + 0.5)))
+    assert forecast(work, of_8_bits, pace).host_pages == pytest.approx(whole)
     assert pace.sweep_s(Load(2, 0, 0, 2), host_pages=3.0) == (13.0, "link")
 
 
