@@ -25,7 +25,8 @@ from pyarrow import fs
 from jobs.records import StorageError, UnreachableError
 from jobs.uris import Uri, parse_uri
 
-RETRY_S = 6.0  # what the S3 client spends on a refused connection by itself
+TIMEOUT_S = 5.0  # without a byte
+RETRY_S = 6.0  # of what may pass; then whoever asked decides
 FIRST_PAUSE_S = 0.25
 MAX_CALLS = 16  # at once; each waits for the store
 # Here a file appears when its upload is complete; elsewhere it is renamed to its name.
@@ -66,11 +67,23 @@ class RemoteEntry:
 @lru_cache(maxsize=32)
 def _open_store(root: str) -> tuple[fs.FileSystem, str]:
     """The file system, and what its paths begin with."""
-    if root.startswith("s3://"):
-        # A small object is then one request, and the first write waits for nothing.
-        root += ("&" if "?" in root else "?") + "allow_delayed_open=true"
-    found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(root)
-    return found
+    if root.startswith(("gs://", "gcs://")) and "retry_limit_seconds=" not in root:
+        root += f"{'&' if '?' in root else '?'}retry_limit_seconds={RETRY_S:g}"
+    store, base = fs.FileSystem.from_uri(root)
+    if store.type_name == "s3":
+        # Its URIs have no words for these. Without them a silent server is waited for without end.
+        # Retries are ours. A small object that need not be there before its content is one request.
+        rebuild, (options,) = store.__reduce__()
+        store = rebuild(
+            options
+            | {
+                "connect_timeout": TIMEOUT_S,
+                "request_timeout": TIMEOUT_S,
+                "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=1),
+                "allow_delayed_open": True,
+            }
+        )
+    return store, base
 
 
 def locate(uri: Uri) -> tuple[fs.FileSystem, str]:
@@ -252,6 +265,7 @@ def _expand(folder: Uri, parts: tuple[str, ...]) -> Iterator[RemoteEntry]:
     if part == "**":
         below = [entry for entry in list_folder(folder, recursive=True) if _shown(folder, entry)]
         if not rest:
+            yield RemoteEntry(folder, is_folder=True)
             yield from below
             return
         for inner in (folder, *(entry.uri for entry in below if entry.is_folder)):

@@ -7,7 +7,6 @@ import itertools
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -185,7 +184,7 @@ def wait(
 def results(
     job: JobOrNewest = None,
     output: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--output",
             "-o",

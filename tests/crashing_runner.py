@@ -52,7 +52,13 @@ def main() -> None:
         JobStore(home.state_path) as store,
     ):
         runner = Runner(
-            home, lock, store=store, stop=stop, publish=publish, start_driver=NotingDriver
+            home,
+            lock,
+            store=store,
+            stop=stop,
+            publish=publish,
+            start_driver=NotingDriver,
+            store_retry_s=1.0,
         )
         runner.run()
 

@@ -43,6 +43,7 @@ class Loop:
         self._loop = EngineLoop(make_engine)
         self.events: list[Event] = []
         self.send = self._loop.send
+        self.poll = self._loop.poll
         threading.Thread(target=self._loop.run, daemon=True).start()
 
     def until(self, kind: type[Event], count: int = 1) -> list[Any]:
