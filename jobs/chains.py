@@ -28,15 +28,24 @@ def outlook(earlier: Job, retries: Sequence[Job]) -> Outlook:
 
     retries: of it, and theirs; while one is not over, what it brings is waited for
     """
-    if any(job.state not in FINAL_STATES for job in (earlier, *retries)):
+    if earlier.state not in FINAL_STATES:
         return "waits"
-    if earlier.state == "completed":
-        return "ready"
-    # All its rows had failed, and some are there now.
-    is_mended = any(retry.state == "completed" for retry in retries)
-    if earlier.state == "failed" and earlier.num_remaining == 0 and is_mended:
-        return "ready"
-    return "stopped"
+    if earlier.state != "completed" and not _wants_retry(earlier):
+        return "stopped"
+    if any(retry.state not in FINAL_STATES for retry in retries):
+        return "waits"
+    states = (earlier.state, *(retry.state for retry in retries))
+    return "ready" if "completed" in states else "stopped"
+
+
+def _wants_retry(job: Job) -> bool:
+    """Whether a job has failed for its rows alone, so that there is nothing left to resume."""
+    return job.state == "failed" and job.num_remaining == 0
+
+
+def way_back(earlier: Job) -> str:
+    """The command that gives a chain its results after all."""
+    return f"`ntx-batch {'retry' if _wants_retry(earlier) else 'resume'} {earlier.id}`"
 
 
 def next_move(job: Job, earlier: Job, retries: Sequence[Job]) -> Move | None:
@@ -74,7 +83,4 @@ def stopped_reason(earlier: Job) -> str:
     if earlier.state == "failed" and earlier.waits and earlier.reason:
         return earlier.reason
     what = "was cancelled" if earlier.state == "cancelled" else "failed"
-    return (
-        f"its chain stopped: job {earlier.id} {what}; "
-        f"`ntx-batch resume {earlier.id}` or `retry` puts it back"
-    )
+    return f"its chain stopped: job {earlier.id} {what}; {way_back(earlier)} puts it back"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jobs.chain_input import results_schema
-from jobs.chains import outlook
+from jobs.chains import outlook, way_back
 from jobs.records import Job, JobNotFoundError, JobSpec, OutputError, SpecError
 from jobs.schedule_store import ScheduleStore
 from jobs.store import JobStore
@@ -51,7 +51,7 @@ def check_chained(store: JobStore, spec: JobSpec, *, overwrite: bool = False) ->
     if outlook(earlier, store.retries(earlier.id)) == "stopped":
         raise SpecError(
             f"job {earlier.id} is {earlier.state}, so no job can read its results: "
-            f"`ntx-batch resume {earlier.id}` first, or `retry`"
+            f"{way_back(earlier)} first"
         )
     _refuse_folder_of(earlier, spec)
     schema = results_schema(store, earlier)

@@ -182,6 +182,8 @@ def test_a_retry_of_a_job_whose_rows_all_failed_takes_its_place(store: JobStore)
     second = chain_after(store, first)
     end(store, first, "failed", rows=10, num_error=10)
     assert seen(store, second) == [("failed", True)]
+    reason = store.job(second.id).reason
+    assert reason is not None and f"`ntx-batch retry {first.id}` puts it back" in reason
     again = retry_of(store, first)
     assert seen(store, second) == [("queued", True)]
     assert store.job(second.id).reason == f"waits for job {again.id}, a retry of job {first.id}"
@@ -193,8 +195,12 @@ def test_a_retry_does_not_stand_for_rows_that_never_ran(store: JobStore) -> None
     first = make_job(store)
     second = chain_after(store, first)
     end(store, first, "failed", rows=5, num_error=1)
-    end(store, retry_of(store, first), "completed", rows=1)
+    again = retry_of(store, first)
     assert seen(store, second) == [("failed", True)]
+    end(store, again, "completed", rows=1)
+    assert seen(store, second) == [("failed", True)]
+    reason = store.job(second.id).reason
+    assert reason is not None and f"`ntx-batch resume {first.id}` puts it back" in reason
 
 
 def test_a_retry_that_is_on_its_way_is_waited_for(store: JobStore) -> None:
