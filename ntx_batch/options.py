@@ -163,8 +163,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "host_memory",
             str,
             "SIZE|auto",
-            "Pinned memory, beside a GPU, for weights that do not stay on it; what does not fit "
-            "there either streams from disk.",
+            "Pinned memory, beside a GPU, for weights that do not stay on it, then for KV pages; "
+            "weights that do not fit there either stream from disk.",
             "auto, nine tenths of the RAM that is free, at most 85 % of all",
         ),
         Option(

@@ -336,5 +336,5 @@ def _refuse_contradictions(spec: JobSpec) -> None:
         )
     if spec.engine.device == "cpu" and spec.engine.host_memory_nbytes is not None:
         raise SpecError(
-            "host_memory is for weights beside a GPU; on a CPU, memory bounds all: drop host_memory"
+            "host_memory is memory beside a GPU; on a CPU, memory bounds all: drop host_memory"
         )
