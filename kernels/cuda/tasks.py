@@ -95,6 +95,8 @@ def most_partials(value_length: int) -> int:
 
 def rows_that_share(batch: Batch, shape: KvShape, num_heads: int) -> Sharing:
     """Decoding rows that begin with the same blocks; nobody where too little would be saved."""
+    if len(batch.segments) < 2:
+        return NOBODY
     group = num_heads // shape.num_kv_heads
     partials = _partials(batch, shape, group)
     sizes = batch.segments[:, 1] - batch.segments[:, 0]
