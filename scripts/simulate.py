@@ -36,9 +36,11 @@ import numpy as np
 from engine import EngineConfig, EngineError
 from engine.planner import Workload
 from jobs.records import SpecError
+from jobs.sharing import SampledRow, estimate_sharing
+from jobs.workload import sample_ranges
 from ntx_batch.spec import parse_size
 from scripts.learned_order import LearnedFeed
-from scripts.simulated_job import MakeFeed, RowFeed
+from scripts.simulated_job import END_ID, MakeFeed, RowFeed
 from scripts.simulated_machine import Machine
 from scripts.simulated_ops import Lengths
 from scripts.simulated_rows import ByPrefix, Mix, Rows, prefixes_of, random_prompts
@@ -66,6 +68,23 @@ def _lengths(options: argparse.Namespace, equal: Lengths) -> Lengths:
         prefixes = prefixes_of(options.rows, options.prefixes, options.seed)
         return ByPrefix().draw(prefixes, options.output_tokens, options.seed)
     return equal
+
+
+def make_workload(rows: Rows, output_tokens: float) -> Workload:
+    """What a job's sample of these rows says. output_tokens: that the planner expects of a row"""
+    runs = [
+        [SampledRow(rows.request(index, END_ID), "{}", 0) for index in range(begin, end)]
+        for begin, end in sample_ranges(len(rows))
+    ]
+    found = estimate_sharing(runs, num_rows=len(rows), num_samples=1, dedupe=False)
+    return Workload(
+        num_rows=len(rows),
+        prompt_tokens=found.prompt_tokens,
+        output_tokens=output_tokens,
+        reused_tokens=found.reused_tokens,
+        reused_pages=found.reused_pages,
+        longest_tokens=max(len(prompt) for prompt in rows.prompts) + int(rows.max_tokens.max()),
+    )
 
 
 def _size(text: str) -> int:
@@ -118,11 +137,7 @@ def simulate(options: argparse.Namespace) -> Iterator[Simulated]:
     )
     simulator = Simulator(options.model, Machine.read(options.costs), config)
     rows = make_rows(options, simulator.hparams.vocab_size)
-    workload = Workload(
-        num_rows=options.rows,
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.planned_tokens or options.output_tokens,
-    )
+    workload = make_workload(rows, options.planned_tokens or options.output_tokens)
     make_feed: MakeFeed = LearnedFeed if options.learn else RowFeed
     plan = simulator.plan(workload)
     yield simulator.run(plan, rows, make_feed=make_feed)
