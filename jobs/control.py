@@ -23,6 +23,7 @@ from jobs.home import HOME_VARIABLE, Home
 from jobs.processes import INSTANCE_VARIABLE, ProcessId, boot_id
 from jobs.ray_cluster import cluster_address, probe_cluster
 from jobs.records import RunnerError
+from jobs.uris import mask
 
 START_TIMEOUT_S = 20.0
 _LOCK_TIMEOUT_S = 2.0
@@ -30,6 +31,12 @@ NOTE_NBYTES = 4096
 _POLL_INTERVAL_S = 0.02
 _PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT_KEYS = ("CUDA_VISIBLE_DEVICES", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+# Which store a URI means, and as whom; no secrets.
+STORE_KEYS = (
+    *("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"),
+    *("AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"),
+    "GOOGLE_APPLICATION_CREDENTIALS",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +105,31 @@ def _try_lock(fd: int, kind: int) -> bool:
     return True
 
 
-def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a job depends on, stored with it at submit."""
-    return {key: environ[key] for key in ENVIRONMENT_KEYS if key in environ}
+def environment_of(environ: Mapping[str, str], *, stores: bool = True) -> dict[str, str]:
+    """The variables that a job depends on, stored with it at submit.
+
+    stores: its input or its results are in a store
+    """
+    keys = (*ENVIRONMENT_KEYS, *STORE_KEYS) if stores else ENVIRONMENT_KEYS
+    return {key: mask(environ[key]) for key in keys if key in environ}
 
 
-def check_environment(status: RunnerStatus, environ: Mapping[str, str]) -> None:
+def check_environment(
+    status: RunnerStatus, environ: Mapping[str, str], *, stores: bool = False
+) -> None:
     """Refuse a job that the running runner would run elsewhere than asked.
+
+    stores: its input or its results are in a store
 
     Raises RunnerError: a variable that jobs depend on differs; says both values. Or no Ray
         answers at RAY_ADDRESS.
     """
-    wanted = environment_of(environ)
+    wanted = environment_of(environ, stores=stores)
     if address := cluster_address(wanted):
         probe_cluster(address)
     if status.environment is None:
         return
-    for key in ENVIRONMENT_KEYS:
+    for key in (*ENVIRONMENT_KEYS, *STORE_KEYS) if stores else ENVIRONMENT_KEYS:
         here, there = wanted.get(key), status.environment.get(key)
         if here != there:
             raise RunnerError(

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from jobs.files import is_file, names_in, remove_file
 from jobs.publish import part_owner
 from jobs.records import FINAL_STATES, JobNotFoundError, Manifest, OutputError
+from jobs.remote import each
 from jobs.store import JobStore
 from jobs.uris import Uri, child, is_uri, parse_uri
 
@@ -95,10 +96,11 @@ def find_own_files(folder: str) -> list[OwnFile]:
     """
     if is_file(folder):
         raise OutputError(f"results folder {folder} is a file; name a folder")
+    names = names_in(folder)
+    paths = [child(folder, name) for name in names]
+    owners = each(_owner, paths) if is_uri(folder) else list(map(_owner, paths))
     found = []
-    for name in names_in(folder):
-        path = child(folder, name)
-        job_id = part_owner(path) if is_file(path) else None
+    for name, path, job_id in zip(names, paths, owners, strict=True):
         if job_id is None:
             raise OutputError(
                 f"results folder {folder} has {name}, which is no part of a job's results: "
@@ -106,6 +108,10 @@ def find_own_files(folder: str) -> list[OwnFile]:
             )
         found.append(OwnFile(path, job_id))
     return found
+
+
+def _owner(path: str) -> str | None:
+    return part_owner(path) if is_file(path) else None
 
 
 def remove_own_files(store: JobStore, files: Iterable[OwnFile]) -> int:

@@ -32,7 +32,7 @@ from jobs.records import (
     RowBatch,
     StorageError,
 )
-from jobs.remote import open_remote
+from jobs.remote import each, open_remote
 from jobs.uris import child, is_uri
 
 Table: TypeAlias = pa.Table
@@ -298,8 +298,12 @@ class Results:
         self._row_column, self._sample_column = prefix + "row_index", prefix + "sample_index"
         self._status_column = prefix + "status"
         self.schema = self._find_schema(finished)
+        filled = [part for part in finished.parts if part.num_rows]
+        footers = each(self._footer, filled) if is_uri(self._job.results_dir) else None
         self._sources = [
-            source for part in finished.parts for source in self._part_sources(part)
+            source
+            for idx, part in enumerate(filled)
+            for source in self._part_sources(part, footers[idx] if footers else self._footer(part))
         ] + [source for blob in finished.blobs for source in self._blob_sources(blob)]
         self._retries = [Results(retry, window_rows=window_rows) for retry in finished.retries]
 
@@ -405,11 +409,11 @@ class Results:
             )
         return parquet
 
-    def _part_sources(self, part: Part) -> Iterator[_Source]:
-        if not part.num_rows:
-            return
+    def _footer(self, part: Part) -> pq.FileMetaData:
         with self._open(part) as parquet:
-            metadata = parquet.metadata
+            return parquet.metadata
+
+    def _part_sources(self, part: Part, metadata: pq.FileMetaData) -> Iterator[_Source]:
         leaves = [metadata.schema.column(idx).path for idx in range(metadata.num_columns)]
         column = leaves.index(self._row_column)
         for idx in range(metadata.num_row_groups):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from engine.requests import GgufError
 from jobs.dataset import file_changes
-from jobs.files import exists
+from jobs.files import names_in
 from jobs.fingerprint import OnProgress, fingerprint_differences, read_full_fingerprint
 from jobs.input_files import find_files
 from jobs.records import ChangedError, DatasetError, Fingerprint, Job, Part, StorageError
@@ -62,9 +62,11 @@ def _input_differences(job: Job) -> Iterator[str]:
 
 
 def _part_differences(job: Job, parts: Iterable[Part]) -> Iterator[str]:
-    for part in parts:
-        path = child(job.results_dir, part.name)
-        if part.state == "committed" and not exists(path):
+    committed = [part for part in parts if part.state == "committed"]
+    there = set(names_in(job.results_dir)) if committed else set()
+    for part in committed:
+        if part.name not in there:
+            path = child(job.results_dir, part.name)
             yield f"{path} with {part.num_rows} finished rows was there, is gone"
 
 

@@ -368,8 +368,9 @@ def accuse(run: JobRun, rows: tuple[int, ...], loss: RowLoss) -> None:
 
 def check_job_environment(job: Job) -> None:
     """Raises RunnerError: the job wants another environment than this runner has."""
+    environment = environment_of(os.environ)
     for key, wanted in job.environment.items():
-        have = os.environ.get(key)
+        have = environment.get(key)
         if wanted != have:
             raise RunnerError(
                 f"the job was submitted with {key}={wanted!r}, its runner has {have!r}"

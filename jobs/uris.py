@@ -145,6 +145,11 @@ def resolved(place: str | Path) -> str:
     return text if is_uri(text) else str(Path(text).resolve())
 
 
+def names_store(*places: str | None) -> bool:
+    """Whether any of these is a URI."""
+    return any(place is not None and is_uri(place) for place in places)
+
+
 def child(folder: str, name: str) -> str:
     """What has this name in a folder."""
     if not is_uri(folder):

@@ -25,6 +25,7 @@ from jobs.records import (
     StoreError,
 )
 from jobs.store import JobStore
+from jobs.uris import names_store
 
 STOP_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.05
@@ -153,7 +154,8 @@ def _queue_again(store: JobStore, home: Home, job: Job) -> str:
 
     refuse_orphan(job)
     check_unchanged_job(job, store.parts(job.id))
-    control.check_environment(control.runner_status(home), os.environ)
+    stores = names_store(job.spec.input, job.results_dir)
+    control.check_environment(control.runner_status(home), os.environ, stores=stores)
     try:
         store.set_state(job.id, "queued")
     except StoreError:
@@ -186,7 +188,8 @@ def retry(home: Home, job_id: str, *, hopeless: bool = False) -> Job:
     control.check_environment(control.runner_status(home), os.environ)
     with JobStore(home.state_path) as store:
         current_job(store, home, job_id)
-        environment = control.environment_of(os.environ)
+        stores = names_store(store.job(job_id).spec.input)
+        environment = control.environment_of(os.environ, stores=stores)
         job = create_retry(store, job_id, environment, hopeless=hopeless)
     control.ensure_runner(home)
     return job

@@ -31,6 +31,7 @@ from jobs.records import (
 )
 from jobs.store import JobStore
 from jobs.temp_folder import space_warnings
+from jobs.uris import names_store
 from ntx_batch import actions
 from ntx_batch.interrupts import Interrupts
 from ntx_batch.status import status_record
@@ -262,7 +263,8 @@ def queue(
         options["after"] = after.id
     submission = read_submission(input, options)
     place = Home.open(home)
-    control.check_environment(control.runner_status(place), os.environ)
+    stores = names_store(submission.spec.input, submission.spec.output)
+    control.check_environment(control.runner_status(place), os.environ, stores=stores)
     for warning in space_warnings(os.environ):
         say(f"warning: {warning}")
     with JobStore(place.state_path) as store:

@@ -22,6 +22,7 @@ from jobs import control
 from jobs.home import Home
 from jobs.records import (
     JobNotFoundError,
+    JobSpec,
     NoInputError,
     ScheduleNotFoundError,
     SpecError,
@@ -30,6 +31,7 @@ from jobs.records import (
 from jobs.schedule import iso_wall, parse_duration, parse_zone
 from jobs.schedule_store import Schedule, ScheduleRun, ScheduleSpec, ScheduleStore, Settlement
 from jobs.store import JobStore
+from jobs.uris import names_store
 from ntx_batch.client import JobHandle
 from ntx_batch.status import iso_time
 
@@ -87,9 +89,10 @@ def add(
     spec.parse()
     _refuse_contradictions(spec)
     with _opened(home) as (place, store):
-        _check_first_run(store, spec, say)
-        control.check_environment(control.runner_status(place), os.environ)
-        environment = control.environment_of(os.environ)
+        first = _check_first_run(store, spec, say)
+        stores = names_store(first.input, first.output)
+        control.check_environment(control.runner_status(place), os.environ, stores=stores)
+        environment = control.environment_of(os.environ, stores=stores)
         schedule = store.add(_name(name or Path(job_file).stem), spec, environment)
         control.ensure_runner(place)
         return _record(store, schedule, time.time())
@@ -119,8 +122,13 @@ def _refuse_contradictions(spec: ScheduleSpec) -> None:
         raise SpecError(f"keep_runs is at least 1, not {spec.keep_runs}")
 
 
-def _check_first_run(store: ScheduleStore, spec: ScheduleSpec, say: Callable[[str], None]) -> None:
-    """Check the job as its first run would, as far as its input is there; takes no folder."""
+def _check_first_run(
+    store: ScheduleStore, spec: ScheduleSpec, say: Callable[[str], None]
+) -> JobSpec:
+    """Check the job as its first run would, as far as its input is there; takes no folder.
+
+    Returns what it would be.
+    """
     from jobs.dataset import read_schema
     from ntx_batch.chaining import check_chained, resolve_after
     from ntx_batch.preflight import check_job
@@ -138,17 +146,18 @@ def _check_first_run(store: ScheduleStore, spec: ScheduleSpec, say: Callable[[st
         raise
     except (NoInputError, JobNotFoundError) as error:
         say(f"{error}; runs that find no input have nothing to do")
-        return
+        return submission.spec
     for note in checked.notes:
         say(note)
     if spec.id_column is None:
-        return
+        return submission.spec
     names = read_schema(checked.manifest).names
     if spec.id_column not in names:
         raise SpecError(
             f"id_column {spec.id_column!r} is no column of {submission.spec.input}; it has "
             f"{', '.join(names)}"
         )
+    return submission.spec
 
 
 def run(name: str, *, home: Place = None) -> Record:

@@ -16,6 +16,7 @@ from jobs.output_folder import remove_own_files
 from jobs.records import HookEvent, HookTarget, Job, JobSpec, KeyTakenError, SpecError
 from jobs.specs import spec_to_json
 from jobs.store import JobStore
+from jobs.uris import names_store
 from ntx_batch.chaining import check_chained, resolve_after
 from ntx_batch.job_file import HOOK_OPTIONS, JOB_FILE_SUFFIX, read_job_file
 from ntx_batch.preflight import check_job
@@ -140,7 +141,7 @@ def queue_job(store: JobStore, submission: Submission, say: Say) -> Job:
         job = store.create_job(
             spec,
             checked.manifest,
-            control.environment_of(os.environ),
+            control.environment_of(os.environ, stores=names_store(spec.input, spec.output)),
             key=key,
             fingerprint=checked.fingerprint,
             overwrite=submission.overwrite,

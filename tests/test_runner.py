@@ -14,7 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.control import RunnerLock, check_environment, ensure_runner, runner_status, stop_runner
+from jobs.control import (
+    RunnerLock,
+    RunnerStatus,
+    check_environment,
+    ensure_runner,
+    environment_of,
+    runner_status,
+    stop_runner,
+)
 from jobs.home import Home
 from jobs.job_run import plan_shards
 from jobs.messages import AddShard, BatchDone
@@ -387,3 +395,17 @@ def test_shards_cover_what_is_not_done_once(
 def outputs_of(shard: Shard, samples: int) -> list[int]:
     numbers = range(shard.begin * samples, shard.end * samples)
     return [number for number in numbers if number not in shard.done]
+
+
+def test_a_job_of_a_store_wants_the_runner_to_reach_the_same_store() -> None:
+    """What says which store a URI means must be equal; secrets are neither kept nor compared."""
+    here = {"AWS_ENDPOINT_URL": "http://one:9000", "AWS_SECRET_ACCESS_KEY": "tiger"}
+    assert environment_of(here) == {"AWS_ENDPOINT_URL": "http://one:9000"}
+    assert environment_of(here, stores=False) == {}
+    assert environment_of({"AWS_ENDPOINT_URL": "http://me:tiger@one"}) == {
+        "AWS_ENDPOINT_URL": "http://***@one"
+    }
+    status = RunnerStatus("running", 1, environment_of({"AWS_ENDPOINT_URL": "http://two:9000"}))
+    check_environment(status, here)
+    with pytest.raises(RunnerError, match=r"AWS_ENDPOINT_URL is 'http://one:9000' here and .*two"):
+        check_environment(status, here, stores=True)
