@@ -111,6 +111,18 @@ def test_prints_the_plan_and_its_neighbours(
     assert len(capsys.readouterr().out.splitlines()) == len(records) + 1
 
 
+def test_the_planner_knows_what_prompts_share() -> None:
+    prompts = random_prompts(500, 120, 500, seed=3, num_prefixes=1, prefix_tokens=100)
+    rows = Rows(prompts=prompts, lengths=np.full(500, 9), max_tokens=np.full(500, 20))
+    found = simulate.make_workload(rows, 9)
+    assert (found.num_rows, found.prompt_tokens, found.output_tokens) == (500, 120, 9)
+    assert 98 < found.reused_tokens < 102
+    assert 2.9 < found.reused_pages <= 3
+    assert found.longest_tokens == 140
+    own = Rows(prompts=random_prompts(500, 120, 500), lengths=rows.lengths, max_tokens=rows.lengths)
+    assert simulate.make_workload(own, 9).reused_tokens < 2
+
+
 def test_costs_that_say_something_else_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
