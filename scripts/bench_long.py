@@ -60,7 +60,7 @@ _ROLES = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Memory of one process when this many rows were done."""
+    """Memory of one process when this many rows were done. rss_nbytes: with what is swapped out"""
 
     role: str
     num_rows: int
@@ -104,15 +104,18 @@ def take_samples(home: Home, runner_pid: int, num_rows: int) -> list[Sample]:
             role, memory = role_of(process), process.memory_full_info()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-        if role not in largest or memory.rss > largest[role].rss_nbytes:
-            largest[role] = Sample(role, num_rows, memory.rss, memory.uss)
+        resident = memory.rss + memory.swap
+        if role not in largest or resident > largest[role].rss_nbytes:
+            largest[role] = Sample(role, num_rows, resident, memory.uss)
     return list(largest.values())
 
 
-def growth(role: str, samples: Sequence[Sample], warm_up_rows: int) -> Growth | None:
+def growth(
+    role: str, samples: Sequence[Sample], warm_up_rows: int, min_samples: int
+) -> Growth | None:
     """None: there are too few samples after the warm-up to say."""
     kept = [sample for sample in samples if sample.num_rows >= warm_up_rows]
-    if len(kept) < MIN_SAMPLES or kept[0].num_rows == kept[-1].num_rows:
+    if len(kept) < min_samples or kept[0].num_rows == kept[-1].num_rows:
         return None
     rows = np.array([sample.num_rows for sample in kept]) / STEP_ROWS
     resident = np.array([sample.rss_nbytes for sample in kept]) / 2**20
@@ -140,34 +143,53 @@ def add_schedule(folder: Path, home: Path, model: Path) -> None:
     schedules.add("* * * * *", job_file, tz="UTC", name="beside", new_only=True, home=home)
 
 
-def queue(prompts: Path, home: Path, options: argparse.Namespace) -> JobHandle:
+def queue(prompts: Path, home: Path, model: Path, part_interval_s: float) -> JobHandle:
     """A job that cuts parts often, so that what a part takes comes within the warm-up."""
-    given = {"model": options.model, "device": "cpu", "max_tokens": MAX_TOKENS, "ignore_eos": True}
+    given = {"model": model, "device": "cpu", "max_tokens": MAX_TOKENS, "ignore_eos": True}
     submission = read_submission(prompts, given)
-    spec = replace(submission.spec, part_interval_s=options.part_interval)
+    spec = replace(submission.spec, part_interval_s=part_interval_s)
     place = Home.open(home)
     with JobStore(place.state_path) as store:
         return JobHandle(queue_job(store, replace(submission, spec=spec), lambda _: None).id, place)
 
 
-def run(options: argparse.Namespace, folder: Path) -> list[Sample]:
+def run(
+    model: Path,
+    folder: Path,
+    *,
+    num_rows: int,
+    num_prompts: int,
+    part_interval_s: float,
+    sample_s: float = SAMPLE_S,
+) -> list[Sample]:
+    """Run the job in a new state folder below `folder`, or in the one that is there."""
     prompts, home = folder / "prompts.parquet", folder / "home"
-    write_prompts(prompts, options.rows, options.prompts or options.rows)
+    write_prompts(prompts, num_rows, num_prompts)
     samples: list[Sample] = []
     try:
-        add_schedule(folder, home, options.model)
-        job = queue(prompts, home, options)
+        add_schedule(folder, home, model)
+        job = queue(prompts, home, model, part_interval_s)
         job.ensure_runner()
         for snapshot in job.follow():
             pid = client.runner_status(home=home)["pid"]
             if pid is not None and ProcessId.of(pid) is not None:
                 samples += take_samples(job.home, pid, snapshot.num_ok + snapshot.num_error)
-            time.sleep(SAMPLE_S)
-        last = job.snapshot()
-        assert last.num_ok == options.rows, f"{last.state}: {last.reason}\n{job.logs()}"
+            time.sleep(sample_s)
+        assert snapshot.num_ok == num_rows, f"{snapshot.state}: {snapshot.reason}\n{job.logs()}"
     finally:
         client.stop_runner(home=home)
     return samples
+
+
+def judge(
+    samples: Sequence[Sample], num_rows: int, min_samples: int = MIN_SAMPLES
+) -> dict[str, Growth | None]:
+    """How each role's processes grew after the warm-up of a job of so many rows."""
+    by_role: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_role.setdefault(sample.role, []).append(sample)
+    warm_up_rows = int(num_rows * WARM_UP_SHARE)
+    return {role: growth(role, some, warm_up_rows, min_samples) for role, some in by_role.items()}
 
 
 def table(found: Iterable[Growth]) -> str:
@@ -190,14 +212,19 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write slopes and all samples here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ntx-long-") as name:
-        samples = run(options, Path(name))
-    by_role: dict[str, list[Sample]] = {}
-    for sample in samples:
-        by_role.setdefault(sample.role, []).append(sample)
-    warm_up_rows = int(options.rows * WARM_UP_SHARE)
-    judged = {role: growth(role, some, warm_up_rows) for role, some in by_role.items()}
+        samples = run(
+            options.model,
+            Path(name),
+            num_rows=options.rows,
+            num_prompts=options.prompts or options.rows,
+            part_interval_s=options.part_interval,
+        )
+    judged = judge(samples, options.rows)
     found = [one for one in judged.values() if one is not None]
-    print(f"{options.rows} rows, MiB per {STEP_ROWS} rows after {warm_up_rows}, bar {BAR_MIB}")
+    print(
+        f"{options.rows} rows, {options.prompts or options.rows} prompts; MiB per {STEP_ROWS} rows "
+        f"after {WARM_UP_SHARE:.0%} of them, bar {BAR_MIB}"
+    )
     print(table(found))
     for role, one in judged.items():
         if one is None:
@@ -207,7 +234,7 @@ def main() -> int:
             "machine": machine_facts(),
             "rows": options.rows,
             "prompts": options.prompts or options.rows,
-            "warm_up_rows": warm_up_rows,
+            "warm_up_share": WARM_UP_SHARE,
             "growth": [asdict(one) for one in found],
             "samples": [list(asdict(sample).values()) for sample in samples],
         }

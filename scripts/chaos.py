@@ -15,6 +15,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -122,6 +123,7 @@ class Chaos:
         self._random = random.Random(seed)
         self._kept: set[int] = set()
         self._dead: str | None = None  # the engine that was killed last
+        self._runners: list[subprocess.Popen[bytes]] = []
 
     @property
     def num_counted(self) -> int:
@@ -142,8 +144,15 @@ class Chaos:
         assert code == 0, f"the job ended with {code}: {self.job.snapshot().reason}"
 
     def _start_runner(self) -> None:
-        started = start_chaos_runner(self.job.home)
-        wait_until(lambda: runner_status(self.job.home).pid == started.pid, GO_ON_S)
+        self._runners.append(start_chaos_runner(self.job.home))
+        pid = self._runners[-1].pid
+        wait_until(lambda: runner_status(self.job.home).pid == pid, GO_ON_S)
+
+    def close(self) -> None:
+        """End the runner that is left, in good order."""
+        stop_runner(self.job.home)
+        for runner in self._runners:
+            runner.wait()
 
     def _wait_rows(self, num_more: int, timeout_s: float) -> None:
         wanted = self.job.snapshot().num_ok + num_more
@@ -242,6 +251,8 @@ def run_chaos(
             print(chaos.kills, snapshot.state, snapshot.reason, snapshot.num_ok, file=sys.stderr)
             print(home.log_path.read_text()[-LOG_CHARS:], file=sys.stderr)
             raise
+        finally:
+            chaos.close()
     finally:
         stop_runner(home)
     check_rows(chaos.job.results(), undisturbed)

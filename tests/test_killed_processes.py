@@ -15,8 +15,8 @@ from jobs.home import Home
 from jobs.processes import ProcessId
 from jobs.results import read_results
 from jobs.store import JobStore
-from scripts.chaos import GO_ON_S, instance, process_of
-from tests.runner_helpers import make_home, queue_job, wait_over, wait_until
+from scripts.chaos import GO_ON_S, instance, process_of, run_chaos
+from tests.runner_helpers import MODEL, make_home, queue_job, wait_over, wait_until
 
 NUM_ROWS = 600
 HELPERS = ("log_monitor.py", "dashboard.py", "monitor.py")
@@ -75,3 +75,14 @@ def test_a_job_goes_on_after_the_death_of_helpers_agents_raylet_and_driver(
         table = read_results(store.finished(job.id))
         assert table["row_index"].to_pylist() == list(range(NUM_ROWS))
         assert len(set(table["generated_text"].to_pylist())) == 1
+
+
+@pytest.mark.slow
+def test_a_job_survives_whatever_is_killed(tmp_path: Path) -> None:
+    """The runner, the engine actor and the driver: each row once, and nothing kept runs again."""
+    make_home(tmp_path / "home")
+    kills, again = run_chaos(MODEL, tmp_path, num_rows=600, num_kills=3, max_tokens=200, seed=17)
+    assert {"runner", "EngineActor", "driver"} <= {kill.role for kill in kills}
+    assert sum(kill.num_on_board > 0 for kill in kills) == 3
+    assert again.num_begun > 0
+    assert all(kill.num_left == 0 for kill in kills)
