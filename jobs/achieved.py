@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -53,6 +54,58 @@ def achieved(
             "wait_s": round(totals.wait_s, 3),
         }
     return found
+
+
+# Figures of several engines: sums, rates that add up, and means over sweeps.
+_SUMS = (
+    "num_sweeps",
+    "sweeps_s",
+    "streamed_nbytes",
+    "direct_nbytes",
+    "buffered_nbytes",
+    "read_busy_s",
+    "wait_s",
+)
+_RATES = (
+    "tokens_per_s",
+    "disk_nbytes_per_s",
+    "probe_share",
+    "read_nbytes_per_s",
+    "copy_nbytes_per_s",
+)
+_MEANS = ("sweep_s", "sweep_tokens", "sweep_rows")
+
+
+def together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What engines that work side by side have achieved, in the same words; `parts`: at least one.
+
+    job_s: of the one that has worked for longest; costs: of one engine's sweeps
+    """
+    first, *others = parts
+    if not others:
+        return dict(first)
+    num_sweeps = sum(part["num_sweeps"] for part in parts)
+    found = dict(first)
+    for key in {key for part in parts for key in part}:
+        values = [part[key] for part in parts if part.get(key) is not None]
+        if key in _SUMS:
+            found[key] = round(sum(values), 3)
+        elif key in _RATES:
+            found[key] = float(f"{sum(values):.5g}") if values else None
+        elif key in _MEANS:
+            pairs = [(part[key], part["num_sweeps"]) for part in parts if part[key] is not None]
+            found[key] = _per(sum(value * count for value, count in pairs), num_sweeps)
+        elif key == "job_s":
+            found[key] = max(values)
+        elif key == "costs":
+            found[key] = next(iter(values), None)
+    return found
+
+
+def of_all_engines(predicted: Mapping[str, Any], num_engines: int) -> dict[str, Any]:
+    """What is predicted of engines that work side by side, where each is to do an equal part."""
+    factors = {key: num_engines for key in ("tokens_per_s", "num_sweeps") if key in predicted}
+    return {**predicted, **{key: predicted[key] * factor for key, factor in factors.items()}}
 
 
 def _per(amount: float, of: float) -> float | None:

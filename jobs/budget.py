@@ -10,10 +10,11 @@ from engine.budget import DEVICE_FIXED_NBYTES, HOST_PERCENT, most_host_nbytes
 from engine.gguf_file import GgufFile
 from engine.hparams import Hparams
 from engine.loading import model_sizes
-from engine.machine import usable_cores
+from engine.machine import all_memory_nbytes, usable_cores
 from engine.model import kv_shape
 from engine.planner import Budget, Planner
 from engine.requests import EngineConfig, MemoryBudgetError
+from jobs.engine_places import share_of
 from jobs.gpus import survey_gpus
 from jobs.ray_cluster import OBJECT_STORE_NBYTES, cluster_address
 from jobs.records import SpecError
@@ -28,6 +29,42 @@ def check_threads(config: EngineConfig) -> None:
     wanted, cores = config.num_threads, usable_cores()
     if wanted is not None and wanted > cores:
         raise SpecError(f"threads is {wanted}, and this process may use {cores} cores: lower it")
+
+
+def check_engines(
+    config: EngineConfig, device: Literal["cpu", "gpu"], num_engines: int | None
+) -> None:
+    """Raise SpecError: this machine has fewer GPUs, or cores, than engines are asked for.
+
+    Of a cluster's machines nothing is known here.
+    """
+    if num_engines is None or cluster_address(os.environ) is not None:
+        return
+    if device == "gpu":
+        most, what = len(survey_gpus().gpus), "GPUs"
+    else:
+        most, what = config.num_threads or usable_cores(), "cores"
+    if num_engines > most:
+        raise SpecError(f"engines is {num_engines}, and there are {most} {what} for them: lower it")
+
+
+def share_here(
+    config: EngineConfig, device: Literal["cpu", "gpu"], num_engines: int | None
+) -> EngineConfig:
+    """What each of a job's engines has on this machine, were all of its memory free.
+
+    num_engines: as in `JobSpec`
+    """
+    count = num_engines or (len(survey_gpus().gpus) if device == "gpu" else 1)
+    if count <= 1 or cluster_address(os.environ) is not None:
+        return config
+    settled = replace(config, device=device, num_threads=config.num_threads or usable_cores())
+    return share_of(
+        settled,
+        count,
+        free_nbytes=all_memory_nbytes(),
+        host_nbytes=most_host_nbytes(OBJECT_STORE_NBYTES),
+    )
 
 
 def check_budget(

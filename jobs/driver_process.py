@@ -11,21 +11,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from jobs.board import create_board, read_board
+from jobs.board import BoardState, create_board, read_board
 from jobs.control import child_environment
 from jobs.home import HOME_VARIABLE, Home
-from jobs.isolation import LossCode, RowLoss
+from jobs.isolation import LossCode
 from jobs.memory import num_oom_kills, private_nbytes
 from jobs.messages import (
     ActorStarted,
     Command,
     DriverFailed,
     DriverReady,
+    EngineLost,
     Event,
     JobReady,
     StartJob,
@@ -54,29 +55,43 @@ LAST_WORDS_CHARS = 2000
 MAX_RAY_LOG_NBYTES = 4 << 20
 WATCHDOG_S = 600.0
 WATCHDOG_STEPS = 10.0
-_DRIVER, _RAY, _ACTOR = "the driver", "Ray", "the engine actor"
+_DRIVER, _RAY = "the driver", "Ray"
 
 
-class EngineLostError(Exception):
-    """The driver, Ray or the engine actor is gone.
+class DriverLostError(Exception):
+    """The driver or Ray is gone, and with it all engines."""
 
-    code: what that is for the rows on board, where these may be the cause
+
+@dataclass(slots=True)
+class _Watched:
+    """An engine as the runner sees it from outside, in one attempt.
+
+    board: what its actor notes the rows on board in
+    process: the actor's; None before it is there, and where it is on another machine
+    memory_limit_nbytes: what that may take; None where nothing bounds it
+    num_oom_kills: of this machine, before
     """
 
-    def __init__(self, reason: str, code: LossCode | None = None) -> None:
-        super().__init__(reason)
-        self.code = code
+    attempt: int
+    board: Path
+    num_oom_kills: int
+    process: ProcessId | None = None
+    memory_limit_nbytes: int | None = None
 
     @property
-    def loss(self) -> RowLoss | None:
-        return None if self.code is None else RowLoss(self.code, str(self))
+    def state(self) -> BoardState | None:
+        return read_board(self.board, self.attempt)
+
+    @property
+    def death_code(self) -> LossCode:
+        return "out_of_memory" if num_oom_kills() > self.num_oom_kills else "worker_crashed"
 
 
 class DriverProcess:
     """A driver, from its start until `close`, after which nothing of it is left.
 
     module: the driver's program
-    watchdog_s: the engine is lost when a sweep takes longer, and ten times longer than the others
+    watchdog_s: an engine is lost when a sweep takes longer, and ten times longer than the others
     """
 
     def __init__(
@@ -84,9 +99,7 @@ class DriverProcess:
     ) -> None:
         self._home = home
         self._watchdog_s = watchdog_s
-        self._job: StartJob | None = None
-        self._num_oom_kills = 0
-        self._memory_limit_nbytes: int | None = None
+        self._engines: dict[int, _Watched] = {}
         self._marker = f"{home.key}-{secrets.token_hex(8)}"
         self._temp_dir = make_temp_folder(_temp_prefix(home), os.environ)
         self._temp_lock = hold_folder(self._temp_dir)
@@ -112,7 +125,7 @@ class DriverProcess:
         assert driver is not None
         write_leader(home.driver_path, driver)
         self._leader = driver
-        self._lost: EngineLostError | None = None
+        self._lost: DriverLostError | None = None
         self._watched: dict[str, tuple[ProcessId, ...]] = {_DRIVER: (driver,)}
 
     def _environment(self) -> dict[str, str]:
@@ -143,39 +156,32 @@ class DriverProcess:
             "RAY_memory_monitor_refresh_ms": "0",
             "RAY_ROTATION_MAX_BYTES": str(MAX_RAY_LOG_NBYTES),
             "RAY_ROTATION_BACKUP_COUNT": "1",
-            # One actor is all that runs: no workers are wanted beside it.
+            # Actors are all that runs: no workers are wanted beside them.
             "RAY_prestart_worker_first_driver": "0",
         }
 
     def send(self, command: Command) -> None:
-        """Raises EngineLostError: the driver is gone."""
+        """Raises DriverLostError: the driver is gone."""
         if isinstance(command, StartJob):
             command = self._prepare(command)
         try:
             self._pipe.send(command)
         except OSError as error:
-            raise EngineLostError(f"the driver process is gone ({error})") from error
+            raise DriverLostError(f"the driver process is gone ({error})") from error
 
     def _prepare(self, command: StartJob) -> StartJob:
         # Another model takes another actor; ActorStarted will say which it is.
-        self._watched.pop(_ACTOR, None)
-        self._memory_limit_nbytes = None
-        create_board(self._home.board_path)
-        self._num_oom_kills = num_oom_kills()
-        self._job = replace(command, board=str(self._home.board_path))
-        return self._job
-
-    def rows_on_board(self) -> tuple[int, ...]:
-        """Rows on board, or in preparation, when the actor last noted them."""
-        state = self._job and read_board(self._home.board_path, self._job.attempt)
-        return state.rows if state else ()
+        board = self._home.board_path(command.engine)
+        create_board(board)
+        self._engines[command.engine] = _Watched(command.attempt, board, num_oom_kills())
+        return replace(command, board=str(board))
 
     def wait(self, timeout_s: float, others: Sequence[int] = ()) -> list[Event]:
         """Events that have come; waits for the first at most `timeout_s`.
 
         others: file descriptors that end the wait too
 
-        Raises EngineLostError: a process that the work needs is gone, or says that it is lost.
+        Raises DriverLostError: a process that all engines need is gone, or says that it is lost.
         Raises RunnerError: it is lost, and another would be too.
         """
         events: list[Event] = []
@@ -187,7 +193,7 @@ class DriverProcess:
             raise self._lost
         return events
 
-    def _take_events(self, events: list[Event], ready: Sequence[object]) -> EngineLostError | None:
+    def _take_events(self, events: list[Event], ready: Sequence[object]) -> DriverLostError | None:
         """Receive what has come; returns what is lost, if anything is."""
         try:
             while self._pipe in ready:
@@ -195,70 +201,84 @@ class DriverProcess:
                 if isinstance(event, DriverFailed):
                     if event.is_final:
                         raise RunnerError(event.reason)
-                    code = self._death_code() if event.engine_died else None
-                    return EngineLostError(event.reason, code)
-                events.append(event)
+                    return DriverLostError(event.reason)
+                if event is not None:
+                    events.append(event)
                 ready = [self._pipe] if self._pipe.poll() else []
         except (EOFError, OSError):
-            return EngineLostError("the driver process ended; see runner.log")
-        return self._lost_process() or self._excess_memory() or self._overdue_sweep()
+            return DriverLostError("the driver process ended; see runner.log")
+        if (lost := self._lost_process()) is not None:
+            return lost
+        events += self._lost_engines()
+        return None
 
-    def _receive(self) -> Event:
+    def _receive(self) -> Event | None:
+        """The next event, with what is known here; None: it says what has been told before."""
         event: Event = self._pipe.recv()
         match event:
             case DriverReady(processes=processes):
                 self._watched[_RAY] = processes
-            case ActorStarted(process=process):
-                self._watched[_ACTOR] = (process,)
-            case JobReady(record=record):
-                self._memory_limit_nbytes = record.get("memory_limit_nbytes")
+            case ActorStarted() | JobReady() | EngineLost():
+                return self._note(event)
         return event
 
-    def _lost_process(self) -> EngineLostError | None:
+    def _note(self, event: ActorStarted | JobReady | EngineLost) -> Event | None:
+        engine = self._engines.get(event.engine)
+        if engine is None or engine.attempt != event.attempt:
+            return None if isinstance(event, EngineLost) else event
+        match event:
+            case ActorStarted(process=process):
+                engine.process = process
+            case JobReady(record=record):
+                engine.memory_limit_nbytes = record.get("memory_limit_nbytes")
+            case EngineLost(reason=reason):
+                return self._end_engine(event.engine, reason, engine.death_code)
+        return event
+
+    def _lost_process(self) -> DriverLostError | None:
         for role, processes in self._watched.items():
             for process in processes:
                 if not process.is_running():
-                    code = self._death_code() if role == _ACTOR else None
-                    why = ", killed for want of memory" if code == "out_of_memory" else ""
-                    return EngineLostError(
-                        f"a process of {role} (pid {process.pid}) is gone{why}", code
-                    )
+                    return DriverLostError(f"a process of {role} (pid {process.pid}) is gone")
         return None
 
-    def _death_code(self) -> LossCode:
-        return "out_of_memory" if num_oom_kills() > self._num_oom_kills else "worker_crashed"
+    def _lost_engines(self) -> Iterator[EngineLost]:
+        """Engines that are gone or must go; those that must are gone afterwards."""
+        for number, engine in list(self._engines.items()):
+            for look in (_death, _excess_memory, self._overdue_sweep):
+                if (found := look(engine)) is not None:
+                    yield self._end_engine(number, *found)
+                    break
 
-    def _excess_memory(self) -> EngineLostError | None:
-        """More memory than the job allows the engine actor."""
-        limit = self._memory_limit_nbytes
-        for process in self._watched.get(_ACTOR, ()) if limit else ():
-            used = private_nbytes(process.pid)
-            if limit and used > limit:
-                return EngineLostError(
-                    f"the engine actor has {used:,} bytes of memory; its limit under --memory is "
-                    f"{limit:,}",
-                    "out_of_memory",
-                )
-        return None
+    def _end_engine(self, number: int, reason: str, code: LossCode) -> EngineLost:
+        engine = self._engines.pop(number)
+        words = ""
+        if engine.process is not None:
+            kill_all([engine.process])
+            words = self._last_words(engine.process)
+        state = engine.state
+        rows = state.rows if state else ()
+        return EngineLost(engine.attempt, reason, code, rows, words, number)
 
-    def _overdue_sweep(self) -> EngineLostError | None:
-        board = self._job and read_board(self._home.board_path, self._job.attempt)
+    def _overdue_sweep(self, engine: _Watched) -> tuple[str, LossCode] | None:
+        board = engine.state
         if not board or board.began_at is None:
             return None
         allowed_s = max(self._watchdog_s, WATCHDOG_STEPS * board.mean_step_s)
         took_s = time.monotonic() - board.began_at
         if took_s <= allowed_s:
             return None
-        return EngineLostError(
+        return (
             f"a sweep is not over after {took_s:.0f} s; those before took {board.mean_step_s:.1f} "
             f"s, and {allowed_s:.0f} s are allowed",
             "worker_crashed",
         )
 
-    def last_words(self) -> str:
-        """The end of what the engine actor wrote to its standard error, for the log."""
+    def _last_words(self, process: ProcessId) -> str:
+        """The end of what an engine actor wrote to its standard error, for the log."""
         texts = []
-        for path in (self._ray_dir / "session_latest" / "logs").glob("worker-*.err"):
+        logs = self._ray_dir / "session_latest" / "logs"
+        for path in logs.glob(f"worker-*-{process.pid}.err"):
             with contextlib.suppress(OSError):
                 lines = path.read_text(errors="replace")[-LAST_WORDS_CHARS:].splitlines()
                 # Ray heads each file with lines like `:job_id:01000000`.
@@ -268,14 +288,34 @@ class DriverProcess:
     def close(self) -> None:
         """End the driver and all below it, and wait until they are gone. Idempotent."""
         self._pipe.close()
-        # In a cluster that is not ours the actor is in nobody's session that we know.
-        kill_all(self._watched.get(_ACTOR, ()))
+        # In a cluster that is not ours the actors are in nobody's session that we know.
+        kill_all(engine.process for engine in self._engines.values() if engine.process)
         kill_instance(self._marker, [self._leader])
         self._child.wait()
         shutil.rmtree(self._temp_dir, ignore_errors=True)
         if self._temp_lock >= 0:
             os.close(self._temp_lock)
             self._temp_lock = -1
+
+
+def _death(engine: _Watched) -> tuple[str, LossCode] | None:
+    process = engine.process
+    if process is None or process.is_running():
+        return None
+    code = engine.death_code
+    why = ", killed for want of memory" if code == "out_of_memory" else ""
+    return f"the process of the engine actor (pid {process.pid}) is gone{why}", code
+
+
+def _excess_memory(engine: _Watched) -> tuple[str, LossCode] | None:
+    """More memory than the job allows the engine actor."""
+    limit, process = engine.memory_limit_nbytes, engine.process
+    if not limit or process is None or (used := private_nbytes(process.pid)) <= limit:
+        return None
+    return (
+        f"the engine actor has {used:,} bytes of memory; its limit under --memory is {limit:,}",
+        "out_of_memory",
+    )
 
 
 def clear_leftovers(home: Home) -> list[ProcessId]:

@@ -34,16 +34,24 @@ class EnergyMeter:
 
     counters: of parts that do not hold each other
     left_out: parts without a counter that can be read, each with the reason
+    others_count: what is neither here nor there is counted by another meter
     """
 
-    def __init__(self, counters: Sequence[Counter], left_out: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        counters: Sequence[Counter],
+        left_out: Sequence[str] = (),
+        *,
+        others_count: bool = False,
+    ) -> None:
         self._counters = counters
         self._left_out = list(left_out)
+        self._others_count = others_count
 
     def joules(self) -> float | None:
         """Their sum; only differences mean something. None where there is nothing to read."""
         if not self._counters:
-            return None
+            return 0.0 if self._others_count and not self._left_out else None
         try:
             return sum(counter.joules() for counter in self._counters)
         except OSError as error:
@@ -59,16 +67,19 @@ class EnergyMeter:
         }
 
 
-def open_meter(device: str) -> EnergyMeter:
-    """The meter of a machine whose engine computes on `device`, "cpu" or "cuda"."""
-    packages, left_out = open_packages()
+def open_meter(device: str, *, counts_machine: bool = True) -> EnergyMeter:
+    """The meter of an engine that computes on `device`, "cpu" or "cuda".
+
+    counts_machine: also what engines on one machine have in common, its processors and memory
+    """
+    packages, left_out = open_packages() if counts_machine else ([], [])
     counters: list[Counter] = list(packages)
     if device == "cuda":
         try:
             counters.insert(0, GpuCounter.open())
         except OSError as error:
             left_out = [str(error), *left_out]
-    return EnergyMeter(counters, left_out)
+    return EnergyMeter(counters, left_out, others_count=not counts_machine)
 
 
 # ---- processors ------------------------------------------------------------------------------

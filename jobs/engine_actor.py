@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jobs.engine_loop import EngineLoop, MakeEngine
 from jobs.messages import Command, Event
+from jobs.node_facts import machine_id
 from jobs.processes import ProcessId
 from jobs.records import JobError
 
@@ -30,8 +31,9 @@ class EngineActor:
         self._loop = EngineLoop(make_engine)
         threading.Thread(target=self._loop.run, name="engine", daemon=True).start()
 
-    def process(self) -> ProcessId:
-        return ProcessId.current()
+    def process(self) -> tuple[ProcessId, str]:
+        """Its process, and the machine that this is on."""
+        return ProcessId.current(), machine_id()
 
     def send(self, command: Command) -> None:
         self._loop.send(command)
@@ -43,6 +45,7 @@ class EngineActor:
 class EngineHandle:
     """An engine actor that Ray never restarts and whose calls it never repeats.
 
+    node_id, node_name: where it runs
     num_cpus: cores that the engine will use; there must be as many
     num_gpus: GPUs that it will use, which are then its alone: it sees no others
     make_engine: runs in the actor
@@ -53,6 +56,8 @@ class EngineHandle:
 
     def __init__(
         self,
+        node_id: str,
+        node_name: str,
         num_cpus: int,
         num_gpus: int,
         make_engine: MakeEngine,
@@ -66,23 +71,28 @@ class EngineHandle:
             max_task_retries=0,
             enable_task_events=False,  # else the GCS keeps one for each `poll`
             concurrency_groups={_EVENTS: 1, _COMMANDS: 1},
-            scheduling_strategy=NodeAffinitySchedulingStrategy(
-                ray.get_runtime_context().get_node_id(), soft=False
-            ),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )(EngineActor)
         self._actor: Any = actor_class.remote(make_engine)
         process = self._actor.process.options(concurrency_group=_COMMANDS)
         try:
-            self.process: ProcessId = ray.get(process.remote(), timeout=start_timeout_s)
+            own, machine = ray.get(process.remote(), timeout=start_timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             ray.kill(self._actor)
             free = ray.available_resources()
             raise JobError(
-                f"the engine actor did not start within {start_timeout_s:.0f} s: it asks for "
-                f"{num_cpus} CPUs and {num_gpus} GPUs of this node, and all that Ray has free is "
+                f"an engine actor did not start on {node_name} within {start_timeout_s:.0f} s: it "
+                f"asks for {num_cpus} CPUs and {num_gpus} GPUs of it, and all that Ray has free is "
                 f"{free.get('CPU', 0):.0f} CPUs and {free.get('GPU', 0):.0f} GPUs; lower "
-                "--threads, take --device cpu, or wait"
+                "--threads or --engines, take --device cpu, or wait"
             ) from error
+        # On another machine its pid says nothing here.
+        self.process: ProcessId | None = own if machine == machine_id() else None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process is known to have ended."""
+        return self.process is not None and not self.process.is_running()
 
     def send(self, command: Command) -> None:
         self._actor.send.options(concurrency_group=_COMMANDS).remote(command)
@@ -96,5 +106,5 @@ class EngineHandle:
     def kill(self) -> None:
         """End the actor and wait until its process, and with it its memory, is gone."""
         ray.kill(self._actor)
-        while self.process.is_running():
+        while self.process is not None and self.process.is_running():
             time.sleep(0.02)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from engine import Engine, EngineError, FinishedRow, Request, SamplingParams
-from jobs.achieved import achieved
+from jobs.achieved import achieved, of_all_engines
 from jobs.board import Board
 from jobs.energy import EnergyMeter, open_meter
 from jobs.isolation import RowLoss
@@ -67,7 +67,7 @@ class EngineLoop:
         self._engine: Engine | None = None
         self._facts: Mapping[str, Any] = {}
         self._job: _RunningJob | None = None
-        self._attempt = 0
+        self._attempt = self._number = 0  # of the last job; the engine's among those that share it
 
     # ---- from other threads --------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class EngineLoop:
     def _start(self, command: StartJob) -> None:
         started = time.monotonic()
         self._drop_job()
-        self._attempt = command.attempt
+        self._attempt, self._number = command.attempt, command.engine
         phases: dict[str, Any] = {}
         if self._engine is None:
             self._engine, self._facts = self._make_engine(command)
@@ -129,7 +129,7 @@ class EngineLoop:
             phases["compile_s"] = round(time.monotonic() - loaded, 3)
         source = self._make_source(command, self._engine)
         engine_facts = {**self._engine.record(), **self._facts}
-        meter = open_meter(engine_facts["device"])
+        meter = open_meter(engine_facts["device"], counts_machine=command.counts_machine)
         self._job = _RunningJob(command, self._engine, source, meter)
         record = {
             **engine_facts,
@@ -138,13 +138,14 @@ class EngineLoop:
             **phases,
             "predicted": self._predict(command),
         }
-        self._events.put(JobReady(command.attempt, record))
+        self._events.put(JobReady(command.attempt, record, self._number))
 
     def _predict(self, command: StartJob) -> dict[str, Any] | None:
         engine = self._engine
         if engine is None or engine.rates is None:
             return None
-        return engine.predict(sample_workload(command, engine))
+        predicted = engine.predict(sample_workload(command, engine))
+        return predicted and of_all_engines(predicted, command.num_engines)
 
     def _step(self, job: _RunningJob) -> None:
         job.fill()
@@ -171,12 +172,12 @@ class EngineLoop:
             loss = RowLoss("internal_error", f"{type(error).__name__}: {error}")
         self._flush_all(job)
         self._drop_job()
-        self._events.put(RowsFailed(job.attempt, rows, loss, detail))
+        self._events.put(RowsFailed(job.attempt, rows, loss, detail, self._number))
 
     def _end(self, job: _RunningJob) -> None:
         self._flush_all(job)
         self._drop_job()
-        self._events.put(JobEnded(job.attempt))
+        self._events.put(JobEnded(job.attempt, self._number))
 
     def _flush_all(self, job: _RunningJob) -> None:
         while job.source.num_finished:
@@ -190,8 +191,8 @@ class EngineLoop:
     def _fail(self, error: Exception) -> None:
         known = isinstance(error, EngineError | JobError | OSError)
         reason = str(error) if known else f"{type(error).__name__}: {error}"
-        store = store_fault(error)
-        self._events.put(JobFailed(self._attempt, reason, traceback.format_exc(), store))
+        store, detail = store_fault(error), traceback.format_exc()
+        self._events.put(JobFailed(self._attempt, reason, detail, store, self._number))
         self._drop_job()
 
 
@@ -202,6 +203,7 @@ class _RunningJob:
         self, command: StartJob, engine: Engine, source: RowSource, meter: EnergyMeter
     ) -> None:
         self.attempt = command.attempt
+        self._number = command.engine
         self.engine = engine
         self.source = source
         self._max_rows = command.max_rows
@@ -211,8 +213,9 @@ class _RunningJob:
         self._sweeps_before = engine.sweeps.totals.copy()
         self._meter = meter
         self._joules_before = meter.joules()
-        approximates = engine.config.kv_type in APPROXIMATE
-        self._kv_sample = KvSample() if approximates else None
+        # One sample is enough for all engines.
+        is_measured = engine.config.kv_type in APPROXIMATE and command.engine == 0
+        self._kv_sample = KvSample() if is_measured else None
         self._kv_accuracy: dict[str, Any] | None = None
         self._measure_s = 0.0
         self._first_admission_at: float | None = None
@@ -323,7 +326,7 @@ class _RunningJob:
         self._flushed_at = time.monotonic()
         self._sweeps_told = self.engine.sweeps.totals.num_sweeps
         batch, shards = self.source.take_finished(FLUSH_ROWS)
-        return BatchDone(self.attempt, batch, shards, self._progress())
+        return BatchDone(self.attempt, batch, shards, self._progress(), self._number)
 
     def _progress(self) -> Progress:
         totals: Mapping[str, Any] = asdict(self.engine.totals)

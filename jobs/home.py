@@ -64,10 +64,9 @@ class Home:
         """Pid and start time of the last driver, for the next runner."""
         return self.path / "driver.json"
 
-    @property
-    def board_path(self) -> Path:
-        """Where the engine actor notes the rows on board."""
-        return self.path / "board"
+    def board_path(self, engine: int) -> Path:
+        """Where the actor of an engine notes the rows on board."""
+        return self.path / f"board-{engine}"
 
     @property
     def spare_path(self) -> Path:

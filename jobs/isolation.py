@@ -53,6 +53,11 @@ class Isolation:
         return sorted(self._groups[-1].rows) if self._groups else []
 
     @property
+    def all_rows(self) -> frozenset[int]:
+        """Rows of all groups."""
+        return frozenset().union(*(group.rows for group in self._groups))
+
+    @property
     def max_rows(self) -> int | None:
         """Most rows on board while `rows` run."""
         return self._groups[-1].max_rows if self._groups else None

@@ -8,18 +8,20 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from jobs.achieved import together
 from jobs.chain_input import take_input
 from jobs.dataset import OnProgress, count_rows
 from jobs.id_counts import IdCounter
 from jobs.isolation import Isolation
-from jobs.messages import BatchDone
+from jobs.messages import BatchDone, Progress
 from jobs.progress_log import ProgressLog
 from jobs.publish import claim_folder
 from jobs.records import Job, JobError, JobState, Part, Shard, UnreachableError
@@ -28,14 +30,46 @@ from jobs.store import JobStore
 
 RECORD_INTERVAL_S = 2.0
 WINDOW_SHARDS = 64
+MAX_LOSSES_KEPT = 5  # of one engine, in the job's record
 PUBLISH_RETRY_S = 15.0
 MAX_SPOOLED_PARTS = 8  # that wait for the store of the results, about
 # Asked for rows [begin, end): their outputs that are not to run, as in `Shard.done`, ascending.
 Settled = Callable[[int, int], npt.NDArray[np.int64]]
 _EXCUSED = "errors_excused"  # in the job's record
 _DEVICES: Mapping[str, Literal["cpu", "gpu"]] = {"cpu": "cpu", "cuda": "gpu"}
+_COUNTS = (
+    "rows_on_board",
+    "rows_waiting",
+    "num_sweeps",
+    "prompt_tokens",
+    "completion_tokens",
+    "num_preempted",
+)
 
 log = logging.getLogger("jobs.job_run")
+
+
+@dataclass(slots=True)
+class _EngineTold:
+    """What one of the engines has told. losses: why it was lost, each time"""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    progress: Progress | None = None
+    losses: list[str] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        progress = self.progress
+        return {
+            "node": self.facts.get("node"),
+            "device_name": self.facts.get("device_name"),
+            "num_threads": self.facts.get("num_threads"),
+            "load_s": self.facts.get("load_s"),
+            "rows_on_board": progress.rows_on_board if progress else 0,
+            "rows_waiting": progress.rows_waiting if progress else 0,
+            "tokens_per_s": progress.achieved.get("tokens_per_s") if progress else None,
+            "losses": self.losses[-MAX_LOSSES_KEPT:],
+            "num_lost": len(self.losses),
+        }
 
 
 class Publisher(Protocol):
@@ -60,18 +94,19 @@ class JobRun:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.job = job
-        self.isolation = Isolation()
+        self.isolations: defaultdict[int, Isolation] = defaultdict(Isolation)  # of each engine
         self._store = store
         self._publish = publish
         self._clock = clock
         self._record: dict[str, Any] = dict(job.record)
         self._recorded_at = 0.0
+        self._engines: dict[int, _EngineTold] = {}
         self._progress_log = ProgressLog(next(reversed(store.progress_points(job.id)), None))
         self._num_done = job.num_ok + job.num_error
         self._num_ok = job.num_ok
         self.total = job.total or 0
         self._num_rows = self.total
-        self._num_samples = job.spec.samples
+        self.num_samples = job.spec.samples
         # A row of many samples counts as many, so that a shard is about as much work for any job.
         self._shard_rows = max(1, job.spec.shard_rows // job.spec.samples)
         self._selection: npt.NDArray[np.int64] | None = None
@@ -124,7 +159,7 @@ class JobRun:
         self._num_rows = manifest.num_rows if limit is None else min(manifest.num_rows, limit)
         selection = self._store.selection(job.id)
         self._selection = None if selection is None else self._outputs(selection)
-        outputs = self._num_rows * self._num_samples
+        outputs = self._num_rows * self.num_samples
         self.total = outputs if self._selection is None else len(self._selection)
         self._store.set_total(job.id, self.total)
         if ids is not None:
@@ -145,34 +180,56 @@ class JobRun:
     def num_done(self) -> int:
         return self._num_done
 
-    def shards(self) -> Iterator[Shard]:
-        """What is to run next, in order, as row ranges: suspects alone where there are any."""
-        if suspects := self.isolation.rows:
-            return shards_of(suspects, self._shard_rows, self._num_samples, self._settled)
-        return plan_shards(self._num_rows, self._shard_rows, self._settled, self._num_samples)
+    def shards(self, without: Collection[int] = ()) -> Iterator[Shard]:
+        """What is to run, in order, as row ranges. without: rows that are not"""
+        settled = self._settled_without(without)
+        return plan_shards(self._num_rows, self._shard_rows, settled, self.num_samples)
+
+    def shards_of(self, rows: Sequence[int]) -> Iterator[Shard]:
+        """The same for these rows alone, ascending."""
+        return shards_of(rows, self._shard_rows, self.num_samples, self._settled)
+
+    def rest_of(self, shard: Shard, without: Collection[int] = ()) -> Shard | None:
+        """What is still to run of a shard; None where that is nothing."""
+        done = np.union1d(self._settled_without(without)(shard.begin, shard.end), shard.done)
+        rest = replace(shard, done=tuple(done.astype(np.int64).tolist()))
+        return rest if self.num_outputs(rest) else None
+
+    def _settled_without(self, rows: Collection[int]) -> Settled:
+        if not rows:
+            return self._settled
+        samples = np.arange(self.num_samples)
+        left_out = np.array(sorted(rows), np.int64)
+
+        def settled(begin: int, end: int) -> npt.NDArray[np.int64]:
+            mine = left_out[(left_out >= begin) & (left_out < end)]
+            outputs = mine[:, None] * self.num_samples + samples
+            return np.union1d(self._settled(begin, end), outputs.ravel())
+
+        return settled
 
     def num_outputs(self, shard: Shard) -> int:
         """Outputs that a shard is to bring."""
-        return (shard.end - shard.begin) * self._num_samples - len(shard.done)
+        return (shard.end - shard.begin) * self.num_samples - len(shard.done)
 
     def _outputs(self, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Each pair of row and sample index as one number, as in `Shard.done`."""
-        return keys[:, 0] * self._num_samples + keys[:, 1]
+        return keys[:, 0] * self.num_samples + keys[:, 1]
 
     def _settled(self, begin: int, end: int) -> npt.NDArray[np.int64]:
         """Outputs of the rows [begin, end) that are finished, or that the job does not have."""
         done = self._outputs(self._store.done_keys(self.job.id, begin, end))
         if self._selection is None:
             return done
-        outputs = np.arange(begin * self._num_samples, end * self._num_samples)
+        outputs = np.arange(begin * self.num_samples, end * self.num_samples)
         return np.union1d(done, np.setdiff1d(outputs, self._selection))
 
-    def _whole_rows(self, rows: Iterable[int]) -> set[int]:
+    def whole_rows(self, rows: Iterable[int]) -> set[int]:
         """Those of these rows, of which an output has just ended, that have no other to come."""
         whole = set(rows)
-        if self._num_samples == 1 or not self.isolation.rows:
+        if self.num_samples == 1:
             return whole
-        return {row for row in whole if len(self._settled(row, row + 1)) == self._num_samples}
+        return {row for row in whole if len(self._settled(row, row + 1)) == self.num_samples}
 
     def too_many_errors(self) -> str | None:
         """Why the job must pause by its own limit; None where it need not.
@@ -201,29 +258,21 @@ class JobRun:
         if batch is not None and batch.row_indices:
             self._num_done = self._store.commit_batch(self.job.id, batch)
             self._num_ok += batch.num_ok
-            self.isolation.settle(self._whole_rows(batch.row_indices), batch.num_ok)
         progress = event.progress
         if self._record.get("first_admission_at") is None:
             self._record["first_admission_at"] = progress.first_admission_at
         self._record["last_commit_at"] = self._clock()
-        self._record["progress"] = {
-            "rows_on_board": progress.rows_on_board,
-            "rows_waiting": progress.rows_waiting,
-            "num_sweeps": progress.num_sweeps,
-            "prompt_tokens": progress.prompt_tokens,
-            "completion_tokens": progress.completion_tokens,
-            "num_preempted": progress.num_preempted,
-        }
-        if progress.achieved:
-            self._record["achieved"] = dict(progress.achieved)
         if progress.kv_accuracy is not None:
             self._record["kv_accuracy"] = dict(progress.kv_accuracy)
+        self._engine(event.engine).progress = progress
+        self._note_progress()
         self._progress_log.take(
             event.attempt,
             progress,
             num_ok=self._num_ok,
             num_error=self._num_done - self._num_ok,
             now=self._clock(),
+            engine=event.engine,
         )
         if self._clock() - self._recorded_at >= RECORD_INTERVAL_S:
             self.save_record()
@@ -258,6 +307,44 @@ class JobRun:
         """Add facts to the job's record."""
         self._record.update(facts)
         self.save_record()
+
+    def note_engine(self, number: int, facts: Mapping[str, Any]) -> None:
+        """Add facts about one of the engines; those of the first stand for all."""
+        self._engine(number).facts.update(facts)
+        if number == min(self._engines):
+            self._record.update(facts)
+        counted = [
+            each.facts["energy"] for each in self._engines.values() if "energy" in each.facts
+        ]
+        if counted:
+            self._record["energy"] = _merged(counted)
+        self._note_progress()
+        self.save_record()
+
+    def note_loss(self, number: int, reason: str) -> None:
+        """An engine is lost: nothing is on board there."""
+        engine = self._engine(number)
+        engine.losses.append(reason)
+        if engine.progress is not None:
+            engine.progress = replace(engine.progress, rows_on_board=0, rows_waiting=0)
+        self._note_progress()
+
+    def forget_engines(self) -> None:
+        """All of them are gone, and others come."""
+        self._engines.clear()
+
+    def _engine(self, number: int) -> _EngineTold:
+        return self._engines.setdefault(number, _EngineTold())
+
+    def _note_progress(self) -> None:
+        """Put what the engines do together, and each of them, into the record."""
+        told = [each.progress for each in self._engines.values() if each.progress is not None]
+        self._record["progress"] = {key: sum(getattr(p, key) for p in told) for key in _COUNTS}
+        if parts := [progress.achieved for progress in told if progress.achieved]:
+            self._record["achieved"] = together(parts)
+        self._record["engines"] = [
+            self._engines[number].record() for number in sorted(self._engines)
+        ]
 
     def save_record(self, *, is_last: bool = False) -> None:
         """Keep the record, and how far the job is. is_last: the job leaves the runner"""
@@ -301,6 +388,14 @@ class JobRun:
     def _complete_part(self, part: Part, blobs: list[bytes]) -> None:
         self._publish(self.job, part, blobs)
         self._store.commit_part(self.job.id, part.number)
+
+
+def _merged(facts: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """What the meters of several engines count, and what they leave out, each thing once."""
+    return {
+        key: list(dict.fromkeys(name for each in facts for name in each[key]))
+        for key in ("counted", "left_out")
+    }
 
 
 def error_limit(max_errors: str | None, total: int) -> int | None:

@@ -1,7 +1,8 @@
 """What runner, driver and engine actor say to each other.
 
-Commands go down (runner, driver, actor), events come up. Each names the attempt it belongs to: a
-number that the runner never uses twice, so that what an abandoned attempt still says is dropped.
+Commands go down (runner, driver, actor), events come up. Each names the engine that it concerns, by
+a number from 0 on, and the attempt it belongs to: a number that the runner never uses twice, so
+that what an abandoned attempt still says is dropped.
 """
 
 from __future__ import annotations
@@ -10,21 +11,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jobs.isolation import RowLoss
+from jobs.isolation import LossCode, RowLoss
 from jobs.processes import ProcessId
 from jobs.records import JobSpec, Manifest, RowBatch, Shard
 
-WINDOW_OUTPUTS = 65_536  # most that an actor has been given and has not handed back, about
+WINDOW_OUTPUTS = 65_536  # most that all engines have been given and have not handed back, about
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceEngines:
+    """Settle which engines a job has, and where; answered by EnginesPlaced.
+
+    device_reason: why the engines compute where the spec says; empty while that is not settled
+    """
+
+    attempt: int
+    spec: JobSpec
+    manifest: Manifest
+    device_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class StartJob:
-    """Make an engine for the job's model ready, or reuse the one that is.
+    """Make one of the job's engines ready, or reuse it as it is.
 
     created_at: of the job, Unix seconds; templates that print a date print this one
     max_rows: most rows on board; None leaves it to the engine
     board: file in which the actor notes the rows on board; None where nobody would read it
-    device_reason: why the engine computes where the spec says; empty while that is not settled
+    device_reason: why the engine computes where it does
+    num_engines: that share the job
+    counts_machine: whether the energy of its machine is counted here
     """
 
     attempt: int
@@ -34,6 +50,9 @@ class StartJob:
     max_rows: int | None = None
     board: str | None = None
     device_reason: str = ""
+    engine: int = 0
+    num_engines: int = 1
+    counts_machine: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +65,7 @@ class AddShard:
     attempt: int
     shard: Shard
     failed: Mapping[int, RowLoss] = field(default_factory=dict)
+    engine: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +73,10 @@ class EndJob:
     """Stop the job: rows on board and waiting are dropped, finished ones are handed over."""
 
     attempt: int
+    engine: int = 0
 
 
-Command = StartJob | AddShard | EndJob
+Command = PlaceEngines | StartJob | AddShard | EndJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +88,28 @@ class DriverReady:
 
 
 @dataclass(frozen=True, slots=True)
-class ActorStarted:
-    """The process of the engine actor that has the job, new or reused; it may still be loading."""
+class EnginesPlaced:
+    """Where the engines of a job are, by their numbers.
+
+    nodes: names of machines
+    device_reason: why they compute on their device
+    """
 
     attempt: int
-    process: ProcessId
+    nodes: tuple[str, ...]
+    device_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorStarted:
+    """The engine actor that has the job, new or reused, is there; it may still be loading.
+
+    process: its own; None where it is on another machine
+    """
+
+    attempt: int
+    process: ProcessId | None
+    engine: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +121,7 @@ class JobReady:
 
     attempt: int
     record: Mapping[str, Any]
+    engine: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +155,7 @@ class BatchDone:
     batch: RowBatch | None
     shards_done: tuple[int, ...]
     progress: Progress
+    engine: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +163,12 @@ class JobEnded:
     """The answer to EndJob: nothing more comes from this attempt."""
 
     attempt: int
+    engine: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """The job cannot run or cannot go on.
+    """The job cannot run or cannot go on there.
 
     reason: one line; detail: for the log
     store: what a store of its input did, where that is the reason
@@ -137,6 +178,7 @@ class JobFailed:
     reason: str
     detail: str = ""
     store: Literal["refused", "unreachable"] | None = None
+    engine: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,28 +189,43 @@ class RowsFailed:
     rows: tuple[int, ...]
     loss: RowLoss
     detail: str
+    engine: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLost:
+    """The process of an engine actor is gone, or was ended for what it did; the others are well.
+
+    code: what that is for the rows on board
+    rows: on board, or in preparation, when it last noted them
+    detail: its last words, for the log
+    """
+
+    attempt: int
+    reason: str
+    code: LossCode = "worker_crashed"
+    rows: tuple[int, ...] = ()
+    detail: str = ""
+    engine: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DriverFailed:
-    """Ray or the actor is gone or would not start.
-
-    engine_died: the actor, while it had a job
-    is_final: to try again would not help
-    """
+    """Ray is gone or would not start. is_final: to try again would not help"""
 
     reason: str
-    engine_died: bool = False
     is_final: bool = False
 
 
 Event = (
     DriverReady
+    | EnginesPlaced
     | ActorStarted
     | JobReady
     | BatchDone
     | JobEnded
     | JobFailed
     | RowsFailed
+    | EngineLost
     | DriverFailed
 )

@@ -164,6 +164,7 @@ class JobSpec:
     verify: know the model again by all its bytes, not by samples of each tensor
     part_nbytes, part_interval_s: a results part is cut at this size or age
     shard_rows: rows of one dispatch
+    engines: engines that share the job; None is one for each GPU, on CPUs one on each machine
     """
 
     input: str
@@ -197,6 +198,7 @@ class JobSpec:
     part_nbytes: int = 64 << 20
     part_interval_s: float = 600.0
     shard_rows: int = 1024
+    engines: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

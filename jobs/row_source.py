@@ -25,7 +25,7 @@ from jobs.results import ResultRow, build_row_batch, result_schema
 
 # What is held of a row beside its tokens and what it carries.
 ROW_NBYTES = 1700
-WINDOW_NBYTES = 128 << 20
+WINDOW_NBYTES = 128 << 20  # of all engines that share a job
 ASK_AGAIN_S = 10.0  # a store that does not answer; to ask takes seconds, in which no sweep runs
 
 
@@ -75,7 +75,7 @@ class RowSource:
     """Reads rows ahead of the engine, hands them out in an order that suits it, takes them back.
 
     What is read and not finished is a window on the input: at most `WINDOW_OUTPUTS` outputs, and
-    about `WINDOW_NBYTES`. Within it rows with a common prefix follow each other, and equal outputs
+    about `window_nbytes`. Within it rows with a common prefix follow each other, and equal outputs
     are computed once.
     """
 
@@ -86,12 +86,14 @@ class RowSource:
         schema: Schema,
         spec: JobSpec,
         context_length: int,
+        window_nbytes: int = WINDOW_NBYTES,
     ) -> None:
         self._reader = reader
         self._preparer = preparer
         self._schema = schema
         self._num_samples = spec.samples
         self._context_length = context_length
+        self._window_nbytes = window_nbytes
         self._duplicates = Duplicates() if spec.dedupe else None
         self._expected = ExpectedLength()
         self._shards: deque[Shard] = deque()
@@ -126,7 +128,8 @@ class RowSource:
             on_bad_utf8=spec.on_bad_utf8,
         )
         results = result_schema(schema, binding, spec)
-        return cls(reader, preparer, results, spec, engine.context_length)
+        window_nbytes = WINDOW_NBYTES // command.num_engines
+        return cls(reader, preparer, results, spec, engine.context_length, window_nbytes)
 
     def close(self) -> None:
         self._reader.close()
@@ -179,7 +182,7 @@ class RowSource:
         """
         if self._num_held >= WINDOW_OUTPUTS or not self._pull():
             return False
-        if self._held_nbytes < WINDOW_NBYTES:
+        if self._held_nbytes < self._window_nbytes:
             return True
         copies_wait = self._duplicates is not None and self._duplicates.num_waiting > 0
         return self.num_ready < num_wanted and not copies_wait

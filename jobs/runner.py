@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import logging
 import os
 import socket
@@ -19,11 +20,10 @@ from pathlib import Path
 
 from jobs.control import RunnerLock, ensure_runner, environment_of
 from jobs.disk_space import is_disk_full, keep_spare, release_spare
-from jobs.dispatch import Dispatch, RowsFailedError
-from jobs.driver_process import DriverProcess, EngineLostError, clear_leftovers
+from jobs.dispatch import MAX_FRUITLESS_RESTARTS, Dispatch
+from jobs.driver_process import DriverLostError, DriverProcess, clear_leftovers
 from jobs.home import Home
 from jobs.hook_watch import HookWatch, StartDelivery, start_delivery
-from jobs.isolation import RowLoss
 from jobs.job_log import LOG_FORMAT, cap_log, job_log
 from jobs.job_run import JobRun, Publisher
 from jobs.processes import ProcessId, boot_id
@@ -53,8 +53,6 @@ HEARTBEAT_INTERVAL_S = 5.0
 EVENT_TIMEOUT_S = 1.0
 STOP_TIMEOUT_S = 4.0
 DISK_RETRY_S = 1.0
-MAX_FRUITLESS_RESTARTS = 3
-MAX_ROWS_LOST_IN_SERIES = 8
 
 log = logging.getLogger("jobs.runner")
 
@@ -102,7 +100,7 @@ class Runner:
         self._unload_after_s = unload_after_s
         self._clock = clock
         self._driver: DriverProcess | None = None
-        self._attempt = 0
+        self._attempts = itertools.count(1)
         self._heartbeat_at = 0.0
         self._store_retry_s = store_retry_s
         self._waits_for_store: dict[str, float] = {}  # job, and when it may try again
@@ -186,8 +184,8 @@ class Runner:
         try:
             if self._driver is not None:
                 self._driver.wait(0)
-        except EngineLostError as error:
-            log.warning("the idle engine is gone: %s", error)
+        except DriverLostError as error:
+            log.warning("the idle engines are gone: %s", error)
             self._discard_driver()
         self._stop.wait(POLL_INTERVAL_S)
 
@@ -254,45 +252,25 @@ class Runner:
             try:
                 if self._drive(run):
                     return
-            except RowsFailedError as error:
-                accuse(run, error.rows, error.loss)
-            except EngineLostError as error:
-                rows = self._lose_engine(run, error)
-                if error.loss is not None and rows:
-                    accuse(run, rows, error.loss)
-                    fruitless = 0
-                    continue
+            except DriverLostError as error:
+                log.warning("job %s lost its engines: %s", run.job.id, error)
+                self._discard_driver()
                 fruitless = 0 if run.num_done > before else fruitless + 1
                 if fruitless > MAX_FRUITLESS_RESTARTS:
-                    reason = f"the engine was lost {fruitless} times without a finished row"
+                    reason = f"all engines were lost {fruitless} times without a finished row"
                     raise JobError(f"{reason}; the last time: {error}") from error
         state = run.finish()
         log.info("job %s is %s: %d rows", run.job.id, state, run.num_done)
 
-    def _lose_engine(self, run: JobRun, error: EngineLostError) -> tuple[int, ...]:
-        """Clear away a lost engine; returns the rows it had on board."""
-        log.warning("job %s lost its engine: %s", run.job.id, error)
-        rows: tuple[int, ...] = ()
-        if self._driver is not None:
-            rows = self._driver.rows_on_board()
-            if words := self._driver.last_words():
-                log.warning("the engine actor's last words:\n%s", words)
-        self._discard_driver()
-        return rows
-
     def _drive(self, run: JobRun) -> bool:
-        """Run a job's suspect rows, or else all that are left.
-
-        Returns whether the job was stopped before its end.
-        """
+        """Run the rows that are left. Returns whether the job was stopped before its end."""
         if self._driver is None:
             for warning in space_warnings(os.environ):
                 log.warning("%s", warning)
             self._driver = self._start_driver(self._home)
-        self._attempt += 1
-        dispatch = Dispatch(self._attempt, run, self._driver)
+        dispatch = Dispatch(self._attempts, run, self._driver)
         try:
-            while not dispatch.is_through:
+            while not run.is_complete:
                 self._beat()
                 request = self._store.job(run.job.id).request
                 is_held = self._schedules.why_not(run.job) is not None
@@ -303,8 +281,8 @@ class Runner:
                     dispatch.take(event)
                 run.cut_part_if_due()
         finally:
-            # Also after a failure: the engine must not work on for nobody.
-            with contextlib.suppress(EngineLostError):
+            # Also after a failure: the engines must not work on for nobody.
+            with contextlib.suppress(DriverLostError):
                 dispatch.end()
         return False
 
@@ -312,10 +290,8 @@ class Runner:
         run = dispatch.run
         try:
             dispatch.drain(STOP_TIMEOUT_S)
-        except RowsFailedError as error:
-            log.warning("job %s: its last sweep failed: %s", run.job.id, error)
-        except EngineLostError as error:
-            log.warning("job %s lost its engine while it stopped: %s", run.job.id, error)
+        except DriverLostError as error:
+            log.warning("job %s lost its engines while it stopped: %s", run.job.id, error)
             self._discard_driver()
         if run.is_complete:
             run.finish()
@@ -343,27 +319,6 @@ class Runner:
             case None:
                 run.stop("interrupted", "its runner was stopped")
         log.info("job %s is %s", run.job.id, self._store.job(run.job.id).state)
-
-
-def accuse(run: JobRun, rows: tuple[int, ...], loss: RowLoss) -> None:
-    """Run the rows of a loss again, fewer at once; a row that was alone once too often is given up.
-
-    Raises JobError: row after row is given up, so the rows are not the cause.
-    """
-    run.isolation.accuse(rows, loss)
-    log.warning(
-        "job %s: %s, with %d on board; what was there runs again, at most %d at once%s",
-        run.job.id,
-        loss.reason,
-        len(rows),
-        run.isolation.max_rows,
-        f"; row {rows[0]} is given up: {loss.code}" if rows[0] in run.isolation.failed else "",
-    )
-    if run.isolation.num_failed_in_series > MAX_ROWS_LOST_IN_SERIES:
-        raise JobError(
-            f"{run.isolation.num_failed_in_series} rows in succession failed alone, so the cause "
-            f"is not in them; the last time: {loss.reason}"
-        )
 
 
 def check_job_environment(job: Job) -> None:

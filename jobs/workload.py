@@ -52,9 +52,10 @@ class ModelText:
 
 
 def sample_workload(command: StartJob, model: TextModel) -> Workload:
-    """What a job is to do; see `sample_rows`."""
+    """What one of the engines that share a job is to do; see `sample_rows`."""
     created_at = command.created_at
-    return sample_rows(command.spec, command.manifest, model, created_at=created_at).workload
+    work = sample_rows(command.spec, command.manifest, model, created_at=created_at).workload
+    return replace(work, num_rows=-(-work.num_rows // command.num_engines))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

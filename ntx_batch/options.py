@@ -186,7 +186,15 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "512, or from the plan where weights stream",
         ),
         Option("expand", str, "auto|never|always", "Keep weights as float32 if they fit.", "auto"),
-        Option("threads", int, "N", "Worker threads.", "all cores"),
+        Option("threads", int, "N", "Worker threads, of all engines on a machine.", "all cores"),
+        Option(
+            "engines",
+            str,
+            "N|auto",
+            "Engines that share the job; on a CPU they divide cores and memory among them, on GPUs "
+            "each has one to itself.",
+            "auto, one for each GPU, or one on a CPU",
+        ),
         Option(
             "reuse",
             bool,

@@ -5,16 +5,25 @@ Nothing large is read: no tensor, no row. What is wrong here would only end the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.chat import DEFAULT_TEMPLATE_KEY, TEMPLATE_KEY, ChatTemplate, PromptTemplate
+from engine.devices import DeviceChoice
 from engine.gguf_file import GgufFile
 from engine.hparams import Hparams, check_tensors, read_hparams
 from engine.params import validate_params
 from engine.pretokenizers import find_pre_tokenizer
-from engine.requests import RowError, TokenizerError
-from jobs.budget import check_budget, check_host_memory, check_threads
+from engine.requests import MemoryBudgetError, RowError, TokenizerError
+from jobs.budget import (
+    check_budget,
+    check_engines,
+    check_host_memory,
+    check_threads,
+    share_here,
+)
 from jobs.columns import bind_columns
 from jobs.dataset import SAMPLE_NBYTES, Schema, build_manifest, read_schema
 from jobs.fingerprint import read_fingerprint
@@ -22,6 +31,7 @@ from jobs.formats.csv_file import name_of
 from jobs.job_device import choose_job_device, device_notes
 from jobs.output_folder import OwnFile, find_own_files, refuse_input_place
 from jobs.publish import claim_folder
+from jobs.ray_cluster import cluster_address
 from jobs.records import Binding, Fingerprint, JobSpec, Manifest, SpecError
 
 TOKENIZER_KINDS = ("llama", "gpt2")
@@ -58,14 +68,15 @@ def check_job(
 
     Raises SpecError, DatasetError, ResultsError, EngineError: what does not fit, with what to do.
     """
-    choice = choose_job_device(spec.engine)
+    choice = _choose_device(spec)
     file = GgufFile.open(spec.model)
     hparams = _check_model(spec, file)
     check_threads(spec.engine)
+    check_engines(spec.engine, choice.device, spec.engines)
     if choice.device == "gpu":
         check_host_memory(spec.engine)
     if checks_budget:
-        check_budget(spec.engine, choice.device, file, hparams)
+        _check_budget(spec, choice.device, file, hparams)
     _check_tokenizer(spec, file)
     if schema is None:
         manifest, binding = _check_input(spec, only)
@@ -86,6 +97,26 @@ def check_job(
         fingerprint=read_fingerprint(file),
         overwrites=tuple(overwrites),
     )
+
+
+def _check_budget(
+    spec: JobSpec, device: Literal["cpu", "gpu"], file: GgufFile, hparams: Hparams
+) -> None:
+    share = share_here(spec.engine, device, spec.engines)
+    try:
+        check_budget(share, device, file, hparams)
+    except MemoryBudgetError as error:
+        if share == spec.engine:
+            raise
+        raise MemoryBudgetError(
+            f"the engines divide the memory, and for one of them {error}; or lower --engines"
+        ) from error
+
+
+def _choose_device(spec: JobSpec) -> DeviceChoice:
+    if spec.engine.device == "gpu" and cluster_address(os.environ) is not None:
+        return DeviceChoice("gpu", "asked for")  # of the cluster, which refuses where it has none
+    return choose_job_device(spec.engine)
 
 
 def _check_output(spec: JobSpec, manifest: Manifest, *, overwrite: bool) -> list[OwnFile]:

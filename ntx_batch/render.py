@@ -160,6 +160,7 @@ def print_status(job: Job, now: float) -> None:
             "model": job.spec.model,
             "results": job.results_dir,
             **device_facts(job),
+            **engine_facts(job),
             **achieved_facts(job),
             **_kv_facts(job),
             **{f"on {hook.event}": _hook_text(hook) for hook in job.hooks},
@@ -231,6 +232,24 @@ def device_facts(job: Job) -> dict[str, str]:
         text += f", driver {record['driver_version']}, CUDA {record['cuda_runtime']}"
     reason = record.get("device_reason")
     return {"device": f"{text} ({reason})" if reason else text}
+
+
+def engine_facts(job: Job) -> dict[str, str]:
+    """Each of a job's engines, where it has several or lost one."""
+    engines = job.record.get("engines") or []
+    if len(engines) < 2 and not any(engine["num_lost"] for engine in engines):
+        return {}
+    return {f"engine {number}": _engine_text(each) for number, each in enumerate(engines)}
+
+
+def _engine_text(engine: Mapping[str, Any]) -> str:
+    speed, num_lost = engine["tokens_per_s"], engine["num_lost"]
+    text = f"{engine['node']}: {engine['rows_on_board']} rows on board"
+    text += "" if speed is None else f", {speed:.1f} tokens/s"
+    if num_lost:
+        times = "once" if num_lost == 1 else f"{num_lost} times"
+        text += f"; lost {times}, the last time: {engine['losses'][-1]}"
+    return text
 
 
 def achieved_facts(job: Job) -> dict[str, str]:

@@ -58,6 +58,7 @@ JOB_OPTIONS = (
     "max_errors",
     "row_timeout",
     "verify",
+    "engines",
 )
 KNOWN_OPTIONS = (*JOB_OPTIONS, *ENGINE_OPTIONS, *SAMPLING_OPTIONS)
 
@@ -235,6 +236,13 @@ def _budget(name: str, value: Any) -> int | None:
     return None if value == "auto" else _nbytes(name, value)
 
 
+def _engines(name: str, value: Any) -> int | None:
+    """A number; None for "auto"."""
+    if value == "auto":
+        return None
+    return _count(name, int(value) if isinstance(value, str) and value.isdecimal() else value)
+
+
 def _names(name: str, value: Any) -> tuple[str, ...]:
     """Column names, from a list or from "a,b"."""
     names = value.split(",") if isinstance(value, str) else value
@@ -306,6 +314,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "kv_memory": _nbytes,
     "sweep_tokens": _count,
     "threads": _count,
+    "engines": _engines,
     "pre_tokenizer": _text,
     "reuse": _flag,
     "stop_token_ids": _token_ids,

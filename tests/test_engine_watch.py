@@ -16,10 +16,11 @@ import pytest
 
 from engine import EngineConfig
 from jobs.board import Board, create_board, read_board
-from jobs.driver_process import DriverProcess, EngineLostError
+from jobs.driver_process import DriverLostError, DriverProcess
 from jobs.home import Home
 from jobs.memory import private_nbytes
-from jobs.messages import ActorStarted, StartJob
+from jobs.messages import ActorStarted, EngineLost, JobReady, StartJob
+from jobs.processes import ProcessId, read_leader
 from jobs.records import JobSpec, Manifest
 from tests.runner_helpers import make_home, wait_until
 
@@ -52,55 +53,77 @@ def watched(
         driver.close()
 
 
-def loss(driver: DriverProcess) -> EngineLostError:
-    with pytest.raises(EngineLostError) as lost:
-        for _ in range(100):
-            driver.wait(0.1)
-    return lost.value
+def loss(driver: DriverProcess) -> EngineLost:
+    lost: list[EngineLost] = wait_until(
+        lambda: [event for event in driver.wait(0.1) if isinstance(event, EngineLost)], 20
+    )
+    assert len(lost) == 1
+    return lost[0]
 
 
 def test_an_engine_that_works_within_its_limits_is_not_lost(home: Home) -> None:
     with watched(home, start(memory_nbytes=1 << 40)) as (driver, _):
-        Board(home.board_path, 7).begin((4, 5))
+        Board(home.board_path(0), 7).begin((4, 5))
+        wait_until(lambda: [e for e in driver.wait(0.1) if isinstance(e, JobReady)], 20)
         for _ in range(3):
             assert driver.wait(0.05) == []
-        assert driver.rows_on_board() == (4, 5)
 
 
 def test_a_sweep_that_takes_too_long_is_a_loss_charged_to_its_rows(home: Home) -> None:
-    with watched(home, start(), watchdog_s=0.3) as (driver, _):
-        Board(home.board_path, 7).begin((4, 5))
-        error = loss(driver)
-        assert error.code == "worker_crashed"
-        assert "0 s are allowed" in str(error)
-        assert driver.rows_on_board() == (4, 5)
+    with watched(home, start(), watchdog_s=0.3) as (driver, pid):
+        Board(home.board_path(0), 7).begin((4, 5))
+        lost = loss(driver)
+        assert (lost.attempt, lost.engine, lost.code) == (7, 0, "worker_crashed")
+        assert "0 s are allowed" in lost.reason
+        assert lost.rows == (4, 5)
+        process = ProcessId.of(pid)
+        assert process is None or not process.is_running(), "its memory is free again"
 
 
 def test_long_sweeps_are_allowed_ten_times_what_they_take(home: Home) -> None:
     with watched(home, start(), watchdog_s=0.0) as (driver, _):
-        board = Board(home.board_path, 7)
+        board = Board(home.board_path(0), 7)
         board.begin((1,))
         time.sleep(0.3)
         board.end()
         board.begin((1,))
-        assert driver.wait(0.5) == []
-        state = read_board(home.board_path, 7)
+        assert not any(isinstance(event, EngineLost) for event in driver.wait(0.5))
+        state = read_board(home.board_path(0), 7)
         assert state is not None
         assert 0.3 <= state.mean_step_s < 2
 
 
 def test_more_memory_than_the_job_allows_is_a_loss(home: Home) -> None:
-    with watched(home, start(memory_nbytes=1 << 20)) as (driver, _):
-        error = loss(driver)
-        assert error.code == "out_of_memory"
-        assert "its limit under --memory is 1,048,576" in str(error)
+    with watched(home, start(memory_nbytes=1 << 10)) as (driver, _):
+        lost = loss(driver)
+        assert lost.code == "out_of_memory"
+        assert "its limit under --memory is 1,024" in lost.reason
 
 
-def test_a_death_of_the_actor_is_charged_to_rows_and_that_of_the_driver_is_not(home: Home) -> None:
-    with watched(home, start()) as (driver, pid):
-        os.kill(pid, signal.SIGKILL)
-        # Here the actor is the driver, whose death explains the actor's.
-        assert loss(driver).code is None
+def test_the_death_of_one_engine_is_charged_to_its_rows_alone(home: Home) -> None:
+    with watched(home, start()) as (driver, _):
+        driver.send(replace(start(), attempt=8, engine=1))
+        second = wait_until(
+            lambda: [e for e in driver.wait(0.1) if isinstance(e, ActorStarted)], 20
+        )[0]
+        Board(home.board_path(0), 7).begin((4, 5))
+        Board(home.board_path(1), 8).begin((6,))
+        os.kill(second.process.pid, signal.SIGKILL)
+        lost = loss(driver)
+        assert (lost.attempt, lost.engine, lost.rows) == (8, 1, (6,))
+        assert f"(pid {second.process.pid}) is gone" in lost.reason
+        later = [event for event in driver.wait(0.5) if isinstance(event, EngineLost)]
+        assert later == [], "it is told once, and the other works on"
+
+
+def test_the_death_of_the_driver_is_charged_to_no_rows(home: Home) -> None:
+    with watched(home, start()) as (driver, _):
+        leader = read_leader(home.driver_path)
+        assert leader is not None
+        os.kill(leader.pid, signal.SIGKILL)
+        with pytest.raises(DriverLostError):
+            for _ in range(100):
+                driver.wait(0.1)
 
 
 # ---- the board ---------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import os
 import secrets
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,12 @@ import pytest
 from engine import DeviceError, EngineConfig
 from engine.devices import DeviceChoice
 from jobs import driver
-from jobs.dispatch import start_command
-from jobs.driver import use_own_device
+from jobs.dispatch import place_command
+from jobs.driver import choose_device
+from jobs.engine_places import Node
 from jobs.job_run import JobRun
-from jobs.messages import StartJob
+from jobs.messages import PlaceEngines
+from jobs.node_facts import NodeFacts
 from jobs.records import Job, JobError, JobSpec, Manifest
 from jobs.store import JobStore
 from tests.job_factories import make_batch, make_job
@@ -52,16 +53,21 @@ def test_two_actors_have_a_gpu_each_and_a_third_waits_for_its_own() -> None:
     assert found["gpus_of_node"] == 2
     assert found["both"] == ["4 gpu", "7 gpu"]
     assert found["next"] in found["both"], "the GPU of an actor that ended is free again"
-    assert "it asks for 1 CPUs and 1 GPUs of this node" in found["third"]
-    assert "0 GPUs; lower --threads, take --device cpu, or wait" in found["third"]
+    assert "it asks for 1 CPUs and 1 GPUs of it" in found["third"]
+    assert "0 GPUs; lower --threads or --engines, take --device cpu, or wait" in found["third"]
     device, reason = found["auto"]
     assert found["on_cpu"].split()[-1] == device
     assert (device, reason[:19]) == ("cpu", "no GPU can be used:") or device == "gpu"
 
 
-def start(device: Any, reason: str = "") -> StartJob:
+def place(device: Any, reason: str = "") -> PlaceEngines:
     spec = JobSpec(input="in.parquet", model="model.gguf", engine=EngineConfig(device=device))
-    return StartJob(1, spec, Manifest(files=()), 0.0, device_reason=reason)
+    return PlaceEngines(1, spec, Manifest(files=()), device_reason=reason)
+
+
+def node(name: str, num_gpus: int = 0) -> Node:
+    facts = NodeFacts(machine=name, num_cores=4, free_nbytes=1 << 30, host_nbytes=1 << 30)
+    return Node(id=name, name=name, num_cpus=4, num_gpus=num_gpus, store_nbytes=0, facts=facts)
 
 
 def test_a_gpu_that_ray_does_not_have_is_refused_or_announced(
@@ -69,15 +75,18 @@ def test_a_gpu_that_ray_does_not_have_is_refused_or_announced(
 ) -> None:
     """Case 67: in a cluster whose node was started without its GPU."""
     monkeypatch.setattr(driver, "choose_job_device", lambda _: DeviceChoice("gpu", "one is there"))
-    monkeypatch.setattr(driver, "node_resources", lambda: {"CPU": 4.0})
-    with pytest.raises(JobError, match="--device gpu: Ray has no GPU on this node"):
-        use_own_device(start("gpu"))
-    settled = use_own_device(start("auto"))
-    assert settled.spec.engine.device == "cpu"
-    assert settled.device_reason.startswith("Ray has no GPU on this node")
-    monkeypatch.setattr(driver, "node_resources", lambda: {"CPU": 4.0, "GPU": 1.0})
-    settled = use_own_device(start("auto"))
-    assert (settled.spec.engine.device, settled.device_reason) == ("gpu", "one is there")
+    with pytest.raises(JobError, match="--device gpu: Ray has no GPU"):
+        choose_device(place("gpu"), [node("a")])
+    settled = choose_device(place("auto"), [node("a")])
+    assert settled.device == "cpu"
+    assert settled.reason.startswith("Ray has no GPU")
+    assert choose_device(place("auto"), [node("a", 1)]) == DeviceChoice("gpu", "one is there")
+
+
+def test_gpus_of_other_machines_are_used_where_this_one_has_none() -> None:
+    nodes = [node("a"), node("b", 2)]
+    assert choose_device(place("auto"), nodes) == DeviceChoice("gpu", "one is there, on b")
+    assert choose_device(place("cpu"), nodes) == DeviceChoice("cpu", "asked for")
 
 
 # ---- a job that goes on ------------------------------------------------------------------
@@ -87,14 +96,14 @@ def stay_in_spool(*_: Any) -> None:
     raise AssertionError("no part is due")
 
 
-def begun(tmp_path: Path, recorded: str, num_done: int, **engine: Any) -> StartJob:
+def begun(tmp_path: Path, recorded: str, num_done: int, **engine: Any) -> PlaceEngines:
     """The next start of a job of which some rows are finished."""
     with JobStore(tmp_path / "state.sqlite") as store:
         job: Job = make_job(store, engine=EngineConfig(**engine))
         store.set_record(job.id, {"device": recorded})
         if num_done:
             store.commit_batch(job.id, make_batch(range(num_done)))
-        return start_command(2, JobRun(store, store.job(job.id), stay_in_spool))
+        return place_command(2, JobRun(store, store.job(job.id), stay_in_spool))
 
 
 @pytest.mark.parametrize(("recorded", "device"), [("cpu", "cpu"), ("cuda", "gpu")])
@@ -122,6 +131,6 @@ def test_a_job_that_began_on_a_gpu_which_is_gone_says_so(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(driver, "choose_job_device", refuse)
     with pytest.raises(JobError, match=r"no NVIDIA driver; the job's first rows .* on a GPU"):
-        use_own_device(start("gpu", "the job's first rows were computed on a GPU"))
+        choose_device(place("gpu", "the job's first rows were computed on a GPU"), [node("a")])
     with pytest.raises(JobError, match=r"no NVIDIA driver$"):
-        use_own_device(replace(start("gpu"), device_reason=""))
+        choose_device(place("gpu"), [node("a")])

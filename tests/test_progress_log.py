@@ -26,9 +26,11 @@ def store(tmp_path: Path) -> Iterator[JobStore]:
         yield opened
 
 
-def told(completion_tokens: int, job_s: float, energy_j: float | None = None) -> Progress:
+def told(
+    completion_tokens: int, job_s: float, energy_j: float | None = None, began_at: float = 1.0
+) -> Progress:
     achieved = {"job_s": job_s, "sweeps_s": job_s / 2, "wait_s": job_s / 4, "streamed_nbytes": 8}
-    return Progress(1, 0, 1, 10, completion_tokens, 0.0, achieved, energy_j)
+    return Progress(1, 0, 1, 10, completion_tokens, began_at, achieved, energy_j)
 
 
 def take(log: ProgressLog, attempt: int, progress: Progress, now: float) -> None:
@@ -39,7 +41,7 @@ def test_attempts_add_up() -> None:
     log = ProgressLog(None)
     take(log, 1, told(5, 2.0, 30.0), 10.0)
     take(log, 1, told(9, 4.0, 50.0), 12.0)
-    take(log, 2, told(3, 1.0, 7.0), 99.0)
+    take(log, 2, told(3, 1.0, 7.0, began_at=98.0), 99.0)
     point = log.next_point(is_last=True)
     assert point == ProgressPoint(
         at=99.0,
@@ -52,6 +54,25 @@ def test_attempts_add_up() -> None:
         streamed_nbytes=16,
         energy_j=57.0,
     )
+
+
+def test_engines_add_up_and_time_that_they_share_counts_once() -> None:
+    log = ProgressLog(None)
+    for engine, told_now in (
+        (0, told(5, 4.0, 30.0, began_at=10.0)),
+        (1, told(7, 5.0, 20.0, began_at=12.0)),
+        (0, told(9, 8.0, 50.0, began_at=10.0)),
+    ):
+        log.take(10 + engine, told_now, num_ok=1, num_error=0, now=20.0, engine=engine)
+    # Engine 1 is lost and comes back, while engine 0 works on.
+    again = told(2, 1.0, 3.0, began_at=17.5)
+    log.take(12, again, num_ok=2, num_error=0, now=20.0, engine=1)
+    point = log.next_point(is_last=True)
+    assert point is not None
+    assert point.work_s == 8.5
+    assert (point.prompt_tokens, point.completion_tokens) == (30, 9 + 7 + 2)
+    assert (point.sweep_s, point.wait_s) == (4.0 + 2.5 + 0.5, 2.0 + 1.25 + 0.25)
+    assert (point.streamed_nbytes, point.energy_j) == (24, 50.0 + 20.0 + 3.0)
 
 
 def test_a_claimed_job_goes_on_from_its_last_point() -> None:
