@@ -45,7 +45,7 @@ NEW_ROWS = 10  # at least, between the way back and the next kill
 HURRIED_SHARE, HURRIED_WITHIN_S = 0.2, 3.0
 GO_ON_S = 30.0  # within which a job should go on, on a machine that does nothing else
 LOG_CHARS = 20_000
-GONE_S, BACK_S, COMPILE_S = 60.0, 180.0, 600.0
+GONE_S, BACK_S, COMPILE_S = 60.0, 600.0, 600.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,6 +246,35 @@ def test_the_nights_on_which_clocks_change_have_one_job_each(
     assert len(dates) == len(set(dates)) == 8 == len(house.jobs.list_jobs())
 
 
+@pytest.mark.parametrize(
+    ("cron", "zone", "ran_at"),
+    [
+        ("30 2 * * *", "Europe/Berlin", "2026-03-29T01:00"),  # 02:00 to 03:00 does not exist
+        ("30 2 * * *", "Europe/Berlin", "2026-10-25T00:30"),  # 02:00 to 03:00 comes twice
+        ("0 0 * * *", "America/Santiago", "2026-09-06T04:00"),  # 00:00 to 01:00 does not exist
+        ("30 23 * * *", "America/Santiago", "2026-04-05T02:30"),  # 23:00 to 24:00 comes twice
+    ],
+)
+@pytest.mark.parametrize("stopped", [False, True])
+def test_in_such_a_night_a_stopped_runner_and_a_wrong_clock_change_no_run(
+    make_house: Any, cron: str, zone: str, ran_at: str, stopped: bool
+) -> None:
+    """Cases 94 and 98: the run is at its instant, once, wherever the clock is set to meanwhile."""
+    house = make_house(cron=cron, tz=zone, overlap="allow")
+    house.put("a", "one")
+    instant = at(ran_at)
+    house.now = instant - 12 * HOUR
+    house.store.set_looked(house.schedule, house.now)
+    hours = [-6, -2, 0, 1, 2, 6] if not stopped else [6]
+    back_and_forward = [-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0, 6.0]
+    for hour in [*hours, *back_and_forward]:
+        house.now = instant + hour * HOUR
+        house.serve()
+    runs = house.store.history(house.schedule)
+    assert [(run.scheduled_at, run.num_missed) for run in runs] == [(instant, 0)]
+    assert len(house.jobs.list_jobs()) == 1
+
+
 def test_a_paused_schedule_makes_no_runs_and_has_missed_none_when_it_goes_on(
     make_house: Any,
 ) -> None:
