@@ -28,7 +28,8 @@ from tests.test_cuda_engine import (
     tiered_plan,
 )
 from tests.test_cuda_ops import KV_TYPES
-from tests.test_host_pages import check_rows_do_not_see_where_their_pages_are
+from tests.test_host_pages import check_rows_do_not_see_where_their_pages_are, with_host_pages
+from tests.test_prefix_reuse import run, some_tokens, with_common_prefix
 
 cp = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
@@ -146,3 +147,14 @@ def test_pages_travel_beside_weights_and_through_reads_that_fail(
         assert engine.totals.num_failed_sweeps == (plan.disk_nbytes > 0)
         assert totals.kv_in_nbytes > 0 and totals.kv_out_nbytes > 0
         assert totals.copied_nbytes > totals.kv_in_nbytes
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "int8"])
+def test_rows_share_a_prefix_whose_pages_are_in_host_memory(ops: Any, kv_type: str) -> None:
+    requests, seen = with_common_prefix(40, some_tokens(1, 700)), []
+    for pages in ((400, 0), (9, 391)):
+        with with_host_pages(OwnOps(ops), *pages, kv_type=kv_type) as engine:
+            seen.append(run(engine, requests))
+            assert engine.totals.reused_tokens > 39 * 600
+            assert (engine.sweeps.totals.kv_in_nbytes > 0) == (pages[1] > 0)
+    assert seen[0] == seen[1]
