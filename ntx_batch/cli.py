@@ -189,7 +189,7 @@ def results(
             "--output",
             "-o",
             metavar="FILE",
-            help="Write a .parquet, .jsonl or .csv file instead of a table.",
+            help="Write a .parquet, .jsonl or .csv file, by path or URI, instead of a table.",
         ),
     ] = None,
     head: Annotated[

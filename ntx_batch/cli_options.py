@@ -97,7 +97,7 @@ def _job_arguments() -> list[inspect.Parameter]:
             str | None,
             typer.Argument(
                 metavar="INPUT",
-                help="Parquet, JSON lines or CSV: file, folder, pattern; or a job file, JOB.toml.",
+                help="Parquet, JSON lines or CSV: file, folder, pattern or URI; or JOB.toml.",
                 show_default=False,
             ),
         ] = None,
@@ -117,7 +117,7 @@ def _job_arguments() -> list[inspect.Parameter]:
                 "--output",
                 "-o",
                 metavar="DIR",
-                help="Results folder, empty or absent. Default: the job's own.",
+                help="Results folder or its URI, empty or absent. Default: the job's own.",
                 show_default=False,
             ),
         ] = None,

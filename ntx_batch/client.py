@@ -231,8 +231,8 @@ def submit(
 ) -> JobHandle:
     """Check a job, queue it, and make sure that a runner is there to run it.
 
-    input: Parquet, JSON lines or CSV: a file, a folder, or a pattern; or a job file; None with
-        `after`, the job, or its id, whose results are the input
+    input: Parquet, JSON lines or CSV: a file, a folder, a pattern, or the URI of one; or a job
+        file; None with `after`, the job, or its id, whose results are the input
     model: GGUF file
     key: where a job was submitted with this key before, that one is returned and none is queued
     overwrite: remove the parts of other jobs, and nothing else, from the folder `output`
