@@ -259,8 +259,10 @@ class JobRun:
             self._num_done = self._store.commit_batch(self.job.id, batch)
             self._num_ok += batch.num_ok
         progress = event.progress
-        if self._record.get("first_admission_at") is None:
-            self._record["first_admission_at"] = progress.first_admission_at
+        began = (self._record.get("first_admission_at"), progress.first_admission_at)
+        self._record["first_admission_at"] = min(
+            (at for at in began if at is not None), default=None
+        )
         self._record["last_commit_at"] = self._clock()
         if progress.kv_accuracy is not None:
             self._record["kv_accuracy"] = dict(progress.kv_accuracy)
