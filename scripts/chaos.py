@@ -53,7 +53,8 @@ class Kill:
     """One kill -9 and what it cost.
 
     num_on_board: rows that the engine was at work on; 0 where none had come so far
-    num_lost: rows that it had admitted and that were not kept: those, and finished ones on the way
+    num_lost: rows that it had admitted and that were not kept: those, and finished ones on the way;
+        at most, since some may have been kept in the moment before the kill
     go_on_s: until the next row was committed; None where the next kill came before
     num_left: processes of the dead instance when the job went on
     """
@@ -122,6 +123,7 @@ class Chaos:
         self._num_rows = num_rows
         self._random = random.Random(seed)
         self._kept: set[int] = set()
+        self._kept_before: dict[str, set[int]] = {}  # by the engine that was there
         self._dead: str | None = None  # the engine that was killed last
         self._runners: list[subprocess.Popen[bytes]] = []
 
@@ -167,8 +169,8 @@ class Chaos:
             again = self._random.choice(ROLES)
             if process_of(self.job.home, again) is not None:
                 self._kill_now(again)
-        num_done = self.job.snapshot().num_ok
-        wait_until(lambda: self.job.snapshot().num_ok > num_done, BACK_S)
+        wait_until(lambda: self._newest()[0] != self._dead, BACK_S)
+        self._wait_rows(1, BACK_S)
         if not hurried:
             go_on_s = time.monotonic() - killed_at
             num_left = sum(process.is_running() for process in before)
@@ -176,27 +178,46 @@ class Chaos:
             self.kills.append(Kill(role, last.num_on_board, last.num_lost, go_on_s, num_left))
 
     def _kill_now(self, role: str) -> set[ProcessId]:
-        """Kill a process, wait until nothing of its instance is left, and see what was lost."""
+        """Kill a process, wait until all that must go with it is gone, and see what was lost.
+
+        Returns that. An engine actor goes alone.
+        """
         home = self.job.home
         doomed = wait_until(lambda: process_of(home, role), GO_ON_S)
-        before = instance(home)
+        before = {doomed} if role == "EngineActor" else instance(home)
+        self._keep_track()
         assert self.job.snapshot().exit_code is None, "the job is too short for so many kills"
         os.kill(doomed.pid, signal.SIGKILL)
         wait_until(lambda: not doomed.is_running(), GO_ON_S)
         wait_until(lambda: not any(process.is_running() for process in before), GONE_S)
-        name, engine = next(reversed(read_notes(home).items()), (None, Computed()))
+        name, engine = self._newest()
         if name == self._dead:
             engine = Computed()  # there was no other since
         self._dead = name
-        with JobStore(home.state_path) as store:
-            kept = set(store.done_keys(self.job.id)[:, 0].tolist())
-        assert self._kept <= kept, "rows that were kept are gone"
-        self._kept = kept
-        on_board = engine.on_board - kept
-        self.kills.append(Kill(role, len(on_board), len(engine.begun - kept), None, 0))
+        num_on_board = len(engine.on_board - self._kept)
+        self.kills.append(Kill(role, num_on_board, len(engine.begun - self._kept), None, 0))
         if role == "runner":
             self._start_runner()
         return before
+
+    def _newest(self) -> tuple[str | None, Computed]:
+        """The engine that began last, by its name."""
+        return next(reversed(read_notes(self.job.home).items()), (None, Computed()))
+
+    def _keep_track(self) -> None:
+        """See what the store has kept; engines that begin after this must not begin it again."""
+        with JobStore(self.job.home.state_path) as store:
+            kept = set(store.done_keys(self.job.id)[:, 0].tolist())
+        assert self._kept <= kept, "rows that were kept are gone"
+        self._kept = kept
+        self._kept_before |= {name: kept for name in [self._newest()[0]] if name}
+
+    def check_nothing_kept_began_again(self) -> None:
+        engines = read_notes(self.job.home)
+        names = list(engines)
+        for dead, kept in self._kept_before.items():
+            for later in names[names.index(dead) + 1 :]:
+                assert not engines[later].begun & kept, "a row that was kept was begun again"
 
 
 def queue(prompts: Path, home: Path, model: Path, max_tokens: int) -> ntx_batch.JobHandle:
@@ -256,6 +277,7 @@ def run_chaos(
     finally:
         stop_runner(home)
     check_rows(chaos.job.results(), undisturbed)
+    chaos.check_nothing_kept_began_again()
     again = recomputed(read_notes(home).values())
     num_lost = sum(kill.num_lost for kill in chaos.kills)
     assert again.num_finished <= again.num_begun <= num_lost, f"{again}, {num_lost} were lost"

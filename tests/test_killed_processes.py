@@ -15,7 +15,7 @@ from jobs.home import Home
 from jobs.processes import ProcessId
 from jobs.results import read_results
 from jobs.store import JobStore
-from scripts.chaos import GO_ON_S, instance, process_of, run_chaos
+from scripts.chaos import BACK_S, GONE_S, instance, process_of, run_chaos
 from tests.runner_helpers import MODEL, make_home, queue_job, wait_over, wait_until
 
 NUM_ROWS = 600
@@ -60,16 +60,16 @@ def test_a_job_goes_on_after_the_death_of_helpers_agents_raylet_and_driver(
         for process in doomed:
             os.kill(process.pid, signal.SIGKILL)
         done = store.job(job.id).num_ok
-        wait_until(lambda: store.job(job.id).num_ok > done + 64, GO_ON_S)
+        wait_until(lambda: store.job(job.id).num_ok > done + 64, BACK_S)
         assert process_of(home, "EngineActor") == first, "nobody needed them"
         for role in ("DashboardAgent", "raylet", "driver"):
-            process = wait_until(lambda role=role: process_of(home, role), GO_ON_S)
+            process = wait_until(lambda role=role: process_of(home, role), BACK_S)
             before = instance(home)
             assert store.job(job.id).state == "running", "the job is too short for this test"
             os.kill(process.pid, signal.SIGKILL)
-            wait_until(lambda before=before: not any(p.is_running() for p in before), GO_ON_S)
+            wait_until(lambda before=before: not any(p.is_running() for p in before), GONE_S)
             done = store.job(job.id).num_ok
-            wait_until(lambda done=done: store.job(job.id).num_ok > done, GO_ON_S)
+            wait_until(lambda done=done: store.job(job.id).num_ok > done, BACK_S)
         finished = wait_over(store, job)
         assert (finished.state, finished.num_ok) == ("completed", NUM_ROWS)
         table = read_results(store.finished(job.id))
