@@ -25,7 +25,7 @@ from pyarrow import types
 from jobs.records import FinishedRows, Job, OutputError
 from jobs.remote import put
 from jobs.results import Results, Schema, Table
-from jobs.uris import Uri, absolute, base_name, is_uri, parse_uri
+from jobs.uris import absolute, base_name, is_uri, is_within, parse_uri
 
 Writer = Callable[[Path, Schema, Iterable[Table]], None]
 
@@ -92,19 +92,15 @@ def check_target(path: str | Path, job: Job) -> str:
     if PurePosixPath(base_name(target)).suffix.lower() not in WRITERS:
         raise OutputError(f"{path} does not say its format: end it in {', '.join(WRITERS)}")
     if is_uri(target):
-        _refuse_own_uris(parse_uri(target), job)
+        _refuse_own_uris(target, job)
     else:
         refuse_own_files(Path(target), job)
     return target
 
 
-def _refuse_own_uris(target: Uri, job: Job) -> None:
+def _refuse_own_uris(target: str, job: Job) -> None:
     for place in (job.results_dir, *(file.path for file in job.manifest.files)):
-        if not is_uri(place):
-            continue
-        own = parse_uri(place)
-        same = (own.scheme, own.authority) == (target.scheme, target.authority)
-        if same and PurePosixPath("/", target.path).is_relative_to(PurePosixPath("/", own.path)):
+        if is_within(target, place):
             raise OutputError(
                 f"{target} is in the results or input of job {job.id}: write elsewhere"
             )

@@ -12,7 +12,7 @@ from jobs.publish import part_owner
 from jobs.records import FINAL_STATES, JobNotFoundError, Manifest, OutputError
 from jobs.remote import each
 from jobs.store import JobStore
-from jobs.uris import Uri, child, is_uri, parse_uri
+from jobs.uris import child, is_uri, is_within, parse_uri
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ def refuse_input_place(output: str, manifest: Manifest, input_path: str) -> None
     """Raise OutputError where results would be written over the input or read as input."""
     if is_uri(output) or is_uri(input_path):
         if is_uri(output) and is_uri(input_path):
-            _refuse_same_store(parse_uri(output), manifest, parse_uri(input_path))
+            _refuse_same_store(output, manifest, input_path)
         return
     folder = Path(output).resolve()
     for file in manifest.files:
@@ -45,21 +45,20 @@ def refuse_input_place(output: str, manifest: Manifest, input_path: str) -> None
         )
 
 
-def _refuse_same_store(folder: Uri, manifest: Manifest, source: Uri) -> None:
-    """Options of a store say how to reach it, not which bucket it is."""
-    if (folder.scheme, folder.authority) != (source.scheme, source.authority):
-        return
-    place = PurePosixPath("/", folder.path)
+def _refuse_same_store(output: str, manifest: Manifest, input_path: str) -> None:
     for file in manifest.files:
-        if PurePosixPath("/", parse_uri(file.path).path).is_relative_to(place):
+        if is_within(file.path, output):
             raise OutputError(
-                f"results folder {folder} is or holds the input file {file.path}; name another "
+                f"results folder {output} is or holds the input file {file.path}; name another "
                 "with -o"
             )
-    below = place.is_relative_to(PurePosixPath("/", source.path))
-    if below or _matches_pattern(place, source.parts):
+    folder, source = parse_uri(output), parse_uri(input_path)
+    # A pattern begins in its bucket, whatever folders it names.
+    same_bucket = is_within(output, str(source.at("")))
+    place = PurePosixPath("/", folder.path)
+    if is_within(output, input_path) or (same_bucket and _matches_pattern(place, source.parts)):
         raise OutputError(
-            f"results folder {folder} is inside the input {source}: results would be read as "
+            f"results folder {output} is inside the input {input_path}: results would be read as "
             "prompts the next time; name another with -o"
         )
 

@@ -160,4 +160,21 @@ def child(folder: str, name: str) -> str:
 
 def base_name(place: str) -> str:
     """The last part of a place, decoded."""
-    return PurePosixPath(parse_uri(place).path if is_uri(place) else place).name
+    if not is_uri(place):
+        return PurePosixPath(place).name
+    uri = parse_uri(place)
+    return uri.parts[-1] if uri.parts else uri.authority
+
+
+def is_within(place: str, folder: str) -> bool:
+    """Whether a place is a folder or anywhere below it, links followed.
+
+    Options of a store say how to reach it, not which bucket is meant.
+    """
+    if not (is_uri(place) or is_uri(folder)):
+        return Path(place).resolve().is_relative_to(Path(folder).resolve())
+    if not (is_uri(place) and is_uri(folder)):
+        return False
+    inner, outer = parse_uri(place), parse_uri(folder)
+    same = (inner.scheme, inner.authority) == (outer.scheme, outer.authority)
+    return same and inner.parts[: len(outer.parts)] == outer.parts

@@ -6,14 +6,13 @@ It names a job by its id, or a schedule, `schedule:NAME`, for the job of that on
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from jobs.chain_input import results_schema
 from jobs.chains import outlook, way_back
 from jobs.records import Job, JobNotFoundError, JobSpec, OutputError, SpecError
 from jobs.schedule_store import ScheduleStore
 from jobs.store import JobStore
-from jobs.uris import is_uri
+from jobs.uris import is_within
 from ntx_batch.preflight import Checked, check_job
 
 SCHEDULE_PREFIX = "schedule:"
@@ -66,9 +65,7 @@ def check_chained(store: JobStore, spec: JobSpec, *, overwrite: bool = False) ->
 
 
 def _refuse_folder_of(earlier: Job, spec: JobSpec) -> None:
-    if spec.output is None or is_uri(spec.output) or is_uri(earlier.results_dir):
-        return
-    if Path(spec.output).resolve().is_relative_to(earlier.results_dir):
+    if spec.output is not None and is_within(spec.output, earlier.results_dir):
         raise OutputError(
             f"results folder {spec.output} is in that of job {earlier.id}, whose results this job "
             "reads; name another with -o"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +22,7 @@ from rich.text import Text
 
 from jobs.hooks import shown_target
 from jobs.records import Hook, Job
+from jobs.uris import base_name
 from ntx_batch.status import Rates, rates_of, reused_share, took_s
 
 STATE_STYLES = {
@@ -308,7 +308,7 @@ def print_jobs(jobs: Iterable[Job], now: float) -> None:
 
 
 def _input_name(job: Job) -> str:
-    return f"after {job.spec.after}" if job.spec.after else Path(job.spec.input).name
+    return f"after {job.spec.after}" if job.spec.after else base_name(job.spec.input)
 
 
 def summary(job: Job, now: float) -> str:

@@ -35,7 +35,7 @@ from jobs.results import read_results
 from jobs.results_dataset import open_dataset
 from jobs.resume_check import check_unchanged_job, new_input_files
 from jobs.store import JobStore
-from jobs.uris import absolute, child, mask, parse_uri, resolved
+from jobs.uris import absolute, child, is_within, mask, parse_uri, resolved
 from ntx_batch.results_sql import query_dataset
 from ntx_batch.spec import build_spec
 from tests.cli_helpers import MODEL
@@ -134,6 +134,22 @@ def test_places_that_no_store_has_are_refused() -> None:
         build_spec("file://host/in", model=MODEL)
     with pytest.raises(SpecError, match=r"in a store.*copy the file"):
         build_spec("in.parquet", model="s3://bkt/model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("place", "folder", "inside"),
+    [
+        ("s3://bkt/out/a", "s3://bkt/out?region=x", True),
+        ("s3://bkt/out", "s3://bkt/out", True),
+        ("s3://bkt/outer", "s3://bkt/out", False),
+        ("s3://bkt/out", "s3://bkt", True),
+        ("gs://bkt/out", "s3://bkt", False),
+        ("/out", "s3://bkt", False),
+        ("/out/../out/a", "/out", True),
+    ],
+)
+def test_what_lies_within_what(place: str, folder: str, inside: bool) -> None:
+    assert is_within(place, folder) == inside
 
 
 # ---- inputs ------------------------------------------------------------------------------

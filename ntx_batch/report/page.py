@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from jobs.progress_log import ProgressPoint
 from jobs.records import Job
+from jobs.uris import base_name
 from ntx_batch.report import facts, plots, words
 from ntx_batch.report.lengths import Lengths
 from ntx_batch.report.power import Energy, Price, energy_of
@@ -65,7 +66,7 @@ def _values(report: Report) -> dict[str, Any]:
     statuses = _statuses(job, rows)
     return {
         "job": job,
-        "input_name": PurePath(job.spec.input).name,
+        "input_name": base_name(job.spec.input),
         "model_name": PurePath(job.spec.model).name,
         "made_at": words.moment(report.made_at),
         "version": report.version,
