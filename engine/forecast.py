@@ -20,6 +20,7 @@ from kernels.ops import PAGE_TOKENS
 GENERATIONS = 6  # of rows on board that are run through; the later half shows the pace
 COMPUTE = "compute"
 HALF_PAGE = 0.5  # of a row's last page is empty in the mean
+OUT_SHARE = 0.83  # of a KV page's time on the link, that one on its way out holds up what comes in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,13 +75,41 @@ class Board:
     page_tokens: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """KV pages of host memory that cross the link: those that are read, and that are written."""
+
+    read: float = 0.0
+    written: float = 0.0
+
+    @classmethod
+    def beyond(
+        cls, kv_pages: float, *, held: float, rows: float, new_pages: float, closed: bool
+    ) -> Travel:
+        """Of a sweep in which rows hold more than `kv_pages`, those of the device.
+
+        rows: that write one page each; new_pages: that prompts fill
+        closed: pages in host memory are of 8 bits: a row's open page is not among them, and goes
+            there once it is full
+        """
+        if held <= kv_pages:
+            return STILL
+        share = 1 - kv_pages / held
+        read = held - rows if closed else held
+        written = rows / PAGE_TOKENS if closed else rows
+        return cls(share * max(0.0, read), share * (written + new_pages))
+
+
+STILL = Travel()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
     """What sweeps take.
 
     cost: their computing
     streams: seconds of a sweep by the name of what streams, "disk" or "link"
-    host_page_s: more on the link for each KV page in host memory that a sweep reads
+    host_page_s: more on the link for each KV page that crosses it
     kept: share of what streams that is kept in memory, by (rows on board, sweeps until the last
         of them has ended), at a job's end, when no row waits
     """
@@ -90,21 +119,25 @@ class Pace:
     host_page_s: float = 0.0
     kept: Callable[[int, int], float] | None = None
 
-    def sweep_s(self, load: Load, kept: float = 0.0, host_pages: float = 0.0) -> tuple[float, str]:
+    def sweep_s(self, load: Load, kept: float = 0.0, travel: Travel = STILL) -> tuple[float, str]:
         """Seconds of a sweep, and what they are spent on."""
         taken = {name: seconds * (1 - kept) for name, seconds in self.streams.items()}
-        if host_pages:
-            taken["link"] += host_pages * self.host_page_s
+        if self.host_page_s:
+            taken["link"] += self.travel_s(travel)
         taken[COMPUTE] = self.cost.compute_s(load)
         name = max(taken, key=lambda name: taken[name])
         return taken[name], name
+
+    def travel_s(self, travel: Travel) -> float:
+        """Seconds of the link that KV pages take."""
+        return (travel.read + OUT_SHARE * travel.written) * self.host_page_s
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """Sums over a job's sweeps.
 
-    host_pages: KV pages in host memory that they read
+    travel: KV pages in host memory
     limited_s: seconds by what they are spent on
     """
 
@@ -114,7 +147,7 @@ class Forecast:
     outputs: float
     decode_positions: float
     prefill_positions: float
-    host_pages: float
+    travel: Travel
     limited_s: Mapping[str, float]
 
     def extended(self, earlier: Forecast, times: float) -> Forecast:
@@ -131,7 +164,10 @@ class Forecast:
             more(self.outputs, earlier.outputs),
             more(self.decode_positions, earlier.decode_positions),
             more(self.prefill_positions, earlier.prefill_positions),
-            more(self.host_pages, earlier.host_pages),
+            Travel(
+                more(self.travel.read, earlier.travel.read),
+                more(self.travel.written, earlier.travel.written),
+            ),
             {n: more(self.limited_s.get(n, 0.0), earlier.limited_s.get(n, 0.0)) for n in names},
         )
 
@@ -168,7 +204,7 @@ class _Run:
         self._attended = 0  # positions that the decoding rows attend to in the next sweep
         self._leaving: deque[tuple[int, int]] = deque()  # (after so many sweeps, rows)
         self._sweeps = 0
-        self._sums = [0.0] * 6
+        self._sums = [0.0] * 7
         self._limited_s: dict[str, float] = {}
 
     def forecast(self) -> Forecast:
@@ -186,7 +222,7 @@ class _Run:
             outputs=self._sums[2],
             decode_positions=self._sums[3],
             prefill_positions=self._sums[4],
-            host_pages=self._sums[5],
+            travel=Travel(self._sums[5], self._sums[6]),
             limited_s=self._limited_s,
         )
 
@@ -210,9 +246,9 @@ class _Run:
         tokens, outputs = self._decoding + num_tokens, self._decoding + rows
         # A prompt of which one token is computed is like a row that decodes: `load_of`.
         single = attended if self._computed == 1 else 0
-        host_pages = self._host_pages(self._attended, self._done)
+        travel = self._travel(self._attended, self._done, num_tokens)
         load = Load(tokens, self._attended + single, attended - single, outputs)
-        self._count(1, load, host_pages)
+        self._count(1, load, travel)
         self._attended += self._decoding
         self._done = end - rows * self._computed
         self._prefilling -= rows
@@ -230,7 +266,7 @@ class _Run:
         """Sweeps that are alike but for their positions: those of the middle one, so many times."""
         rows, times = self._decoding, self._leaving[0][0] - self._sweeps
         middle = self._attended + rows * (times - 1) / 2
-        self._count(times, Load(rows, middle, 0.0, rows), self._host_pages(middle, 0))
+        self._count(times, Load(rows, middle, 0.0, rows), self._travel(middle, 0, 0))
         self._attended += rows * times
 
     def _leave(self) -> None:
@@ -239,27 +275,34 @@ class _Run:
             self._decoding -= rows
             self._attended -= rows * (self._prompt + self._output)
 
-    def _host_pages(self, attended: float, done: int) -> float:
-        """Pages beyond the device's that a sweep reads. done: tokens of a prompt begun before it"""
+    def _travel(self, attended: float, done: int, num_tokens: int) -> Travel:
+        """Pages beyond the device's that a sweep reads and writes.
+
+        done: tokens of a prompt begun before it; num_tokens: of prompts in it
+        """
         if not self._pace.host_page_s:
-            return 0.0
+            return STILL
         rows = self._decoding + (done > 0)
         own = (attended + done) / PAGE_TOKENS + HALF_PAGE * rows
         held = own - max(0, rows - 1) * self._shared_pages
-        beyond = max(0.0, held - self._board.kv_pages)
-        # The open page of a row of 8 bits is elsewhere, on the device.
-        open_pages = rows if self._board.page_tokens > 1 else 0
-        return beyond * max(0.0, 1 - open_pages / held) if beyond else 0.0
+        return Travel.beyond(
+            self._board.kv_pages,
+            held=held,
+            rows=rows,
+            new_pages=num_tokens / PAGE_TOKENS,
+            closed=self._board.page_tokens > 1,
+        )
 
-    def _count(self, times: int, load: Load, host_pages: float) -> None:
-        seconds, name = self._pace.sweep_s(load, self._kept(), host_pages)
+    def _count(self, times: int, load: Load, travel: Travel) -> None:
+        seconds, name = self._pace.sweep_s(load, self._kept(), travel)
         amounts = (
             seconds,
             load.tokens,
             load.outputs,
             load.decode_positions,
             load.prefill_positions,
-            host_pages,
+            travel.read,
+            travel.written,
         )
         for index, amount in enumerate(amounts):
             self._sums[index] += times * amount

@@ -6,7 +6,16 @@ from typing import Any
 
 from engine.costs import Load, Rates, SweepCost
 from engine.drain import layers_worth_keeping
-from engine.forecast import HALF_PAGE, Board, Forecast, Pace, Workload, forecast
+from engine.forecast import (
+    HALF_PAGE,
+    STILL,
+    Board,
+    Forecast,
+    Pace,
+    Travel,
+    Workload,
+    forecast,
+)
 from engine.kv_cache import pages_for
 from engine.plan import Plan
 from engine.scheduler import SPARE_SWEEPS
@@ -66,16 +75,27 @@ class Predictor:
         shared = self.shared_pages
         return max(0, int((num_pages - shared) / (self.mean_pages - shared) + 1e-9))
 
+    def _kv_rows(self, plan: Plan) -> int:
+        """Rows that the KV cache holds at once.
+
+        With pages in host memory many rows come on board in few sweeps, and so to their ends: when
+        the first of them end, the mean row has grown for longer than half of its time.
+        """
+        rows, shared = self.rows_in(plan.total_kv_pages), self.shared_pages
+        if not plan.host_kv_pages or rows <= 1:
+            return rows
+        prompt, output = self._tokens
+        coming = min(rows, self._work.num_rows) * self._computed_tokens / plan.sweep_tokens
+        grown = (prompt + output - min(coming, output) / 2) / PAGE_TOKENS + HALF_PAGE
+        own = max(self.mean_pages, min(float(self.row_pages), grown)) - shared
+        return max(1, int((plan.total_kv_pages - shared) / own + 1e-9))
+
     def estimated_job_s(self, plan: Plan) -> float:
         """Seconds of the job by the formula."""
         num_sweeps, load = self._mean_sweep(plan)
         pace = self._pace(plan, self._cost(plan.expand))
-        host_pages = 0.0
-        if plan.host_kv_pages:
-            shared = self.shared_pages
-            held = load.outputs * (self._halfway_pages - shared) + shared
-            host_pages = max(0.0, held - plan.kv_pages)
-        return num_sweeps * pace.sweep_s(load, host_pages=host_pages)[0]
+        travel = self._mean_travel(plan, load) if plan.host_kv_pages else STILL
+        return num_sweeps * pace.sweep_s(load, travel=travel)[0]
 
     def predict(self, plan: Plan, cost: SweepCost | None = None) -> dict[str, Any]:
         """What a plan gives over the whole of the work.
@@ -104,8 +124,7 @@ class Predictor:
             page_tokens=self._page_tokens,
         )
         found = forecast(work, board, pace)
-        mean, host_pages = _mean_load(found), found.host_pages / found.num_sweeps
-        host_kv_s = host_pages * pace.host_page_s
+        mean, host_kv_s = _mean_load(found), pace.travel_s(found.travel) / found.num_sweeps
         streams = dict(pace.streams)
         if host_kv_s:
             streams["link"] += host_kv_s
@@ -113,8 +132,8 @@ class Predictor:
         return {
             "rows_on_board": int(rows),
             "rows_limited_by": rows_limited_by,
-            "kv_rows": self.rows_in(plan.total_kv_pages),
-            "host_kv_pages": round(host_pages, 1),
+            "kv_rows": self._kv_rows(plan),
+            "host_kv_pages": round(found.travel.read / found.num_sweeps, 1),
             "computed_prompt_tokens": round(self._computed_tokens, 1),
             "sweep_used_tokens": round(mean.tokens, 1),
             "tokens_at_balance": round(_balance(cost, mean, max(streams.values())), 1),
@@ -188,6 +207,16 @@ class Predictor:
             outputs=share * output,
         )
 
+    def _mean_travel(self, plan: Plan, load: Load) -> Travel:
+        rows, shared = load.outputs, self.shared_pages
+        return Travel.beyond(
+            plan.kv_pages,
+            held=rows * (self._halfway_pages - shared) + shared,
+            rows=rows,
+            new_pages=(load.tokens - rows) / PAGE_TOKENS,
+            closed=self._page_tokens > 1,
+        )
+
     @property
     def _tokens(self) -> tuple[float, float]:
         return self._work.prompt_tokens, max(1.0, self._work.output_tokens)
@@ -198,14 +227,14 @@ class Predictor:
         return max(min(1.0, work.prompt_tokens), work.prompt_tokens - work.reused_tokens)
 
     def _most_rows(self, plan: Plan) -> int:
-        return max(1, min(self.rows_in(plan.total_kv_pages), plan.max_rows))
+        return max(1, min(self._kv_rows(plan), plan.max_rows))
 
     def _rows_on_board(self, plan: Plan) -> tuple[float, str]:
         _, output = self._tokens
         refilled = plan.sweep_tokens * output / max(1.0, self._computed_tokens + output)
         limits = {
             "rows": float(self._work.num_rows),
-            "kv": float(self.rows_in(plan.total_kv_pages)),
+            "kv": float(self._kv_rows(plan)),
             "sweep": min(refilled, float(plan.max_rows)),
         }
         name = min(limits, key=lambda name: limits[name])

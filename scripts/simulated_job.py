@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from engine import Engine, EngineConfig, FinishedRow, Request
-from engine.forecast import Pace
+from engine.forecast import Pace, Travel
 from engine.plan import Plan
 from jobs.engine_loop import MIN_WAITING
 from jobs.expected_length import ExpectedLength
@@ -26,14 +26,14 @@ class Sweep:
     """One sweep.
 
     num_board: rows on board; num_rows, num_tokens: that rode along
-    host_pages: KV pages that were copied from host memory
+    travel: KV pages that were copied from host memory and back
     seconds: it took
     """
 
     num_board: int
     num_rows: int
     num_tokens: int
-    host_pages: int
+    travel: Travel
     seconds: float
 
 
@@ -69,7 +69,7 @@ class Outcome:
 
     @property
     def mean_host_pages(self) -> float:
-        return sum(sweep.host_pages for sweep in self.sweeps) / len(self.sweeps)
+        return sum(sweep.travel.read for sweep in self.sweeps) / len(self.sweeps)
 
     @property
     def tokens_per_s(self) -> float:
@@ -166,11 +166,12 @@ def run_job(
 
 def _count(outcome: Outcome, engine: Engine, num_board: int, pace: Pace | None) -> None:
     record = engine.sweeps.recent[-1]
-    host_pages = record.kv_in_nbytes // engine.kv_page_nbytes
+    page_nbytes = engine.kv_page_nbytes
+    travel = Travel(record.kv_in_nbytes / page_nbytes, record.kv_out_nbytes / page_nbytes)
     if pace is None:
         seconds, name = record.seconds, "measured"
     else:
-        seconds, name = pace.sweep_s(record.load, host_pages=host_pages)
-    sweep = Sweep(num_board, record.num_rows, record.num_tokens, host_pages, seconds)
+        seconds, name = pace.sweep_s(record.load, travel=travel)
+    sweep = Sweep(num_board, record.num_rows, record.num_tokens, travel, seconds)
     outcome.sweeps.append(sweep)
     outcome.limited_s[name] = outcome.limited_s.get(name, 0.0) + seconds

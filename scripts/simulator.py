@@ -131,6 +131,6 @@ class Simulator:
         pace = self._machine.pace(plan)
         with open_simulated(self._model, self._config, plan, rows) as engine:
             outcome = run_job(engine, rows, pace, make_feed=make_feed)
-        host_kv_s = outcome.mean_host_pages * pace.host_page_s
-        streaming_s = outcome.num_sweeps * (max(pace.streams.values()) + host_kv_s)
+        travel_s = sum(pace.travel_s(sweep.travel) for sweep in outcome.sweeps)
+        streaming_s = outcome.num_sweeps * max(pace.streams.values()) + travel_s
         return Simulated(plan, outcome, streaming_s / outcome.seconds)

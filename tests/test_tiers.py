@@ -172,8 +172,8 @@ def test_kv_pages_in_host_memory_bring_more_rows_on_board() -> None:
     assert found["job_s"] < 0.75 * before["job_s"]
     assert found["sweep_s"] > 1.5 * before["sweep_s"]
     assert 1000 < found["host_kv_pages"] <= plan.host_kv_pages
-    page_s = large_sizes().page_nbytes / 5.5e10
-    assert found["host_kv_s"] == pytest.approx(found["host_kv_pages"] * page_s, rel=1e-3)
+    read_s = found["host_kv_pages"] * large_sizes().page_nbytes / 5.5e10
+    assert read_s < found["host_kv_s"] < 1.1 * read_s, "what is written holds it up a little"
     weights_s = plan.streamed_nbytes / 5.5e10
     assert found["link_s"] == pytest.approx(weights_s + found["host_kv_s"])
     assert before["host_kv_pages"] == before["host_kv_s"] == 0
