@@ -43,6 +43,9 @@ _MAY_PASS = re.compile(
     re.IGNORECASE,
 )
 _NO_BUCKET = re.compile(r"NO_SUCH_BUCKET|bucket does not exist|container does not exist", re.I)
+_ELSEWHERE = re.compile(
+    r"HTTP status 301|PERMANENT_?REDIRECT|AUTHORIZATION_?HEADER_?MALFORMED", re.I
+)
 _NO_ACCESS = re.compile(
     r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|INVALID_CLIENT_TOKEN|EXPIRED_TOKEN"
     r"|UNRECOGNIZED_CLIENT|PERMISSION_DENIED|UNAUTHENTICATED|HTTP (status|response code):? *40[13]"
@@ -129,6 +132,11 @@ def explain(uri: Uri, error: Exception) -> StorageError:
             "may read and write there, in the environment (AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE) or as the machine's role; a runner that is "
             "there has those it was started with: `ntx-batch runner stop` ends it"
+        )
+    if _ELSEWHERE.search(text):
+        return StorageError(
+            f"{uri}: the store has this bucket in another region: add region=NAME to the options "
+            f"of the URI, or set AWS_REGION ({text})"
         )
     if _MAY_PASS.search(text):
         return UnreachableError(

@@ -245,8 +245,10 @@ def open_parquet(path: str) -> pq.ParquetFile:
 
     Raises OSError, StorageError, pyarrow.ArrowException: it cannot be read.
     """
-    source = pa.PythonFile(open_remote(path)) if is_uri(path) else path
-    return pq.ParquetFile(source, pre_buffer=False)
+    if not is_uri(path):
+        return pq.ParquetFile(path, pre_buffer=False)
+    # Row groups of parts are small: the columns of one are asked for at once, not one by one.
+    return pq.ParquetFile(pa.PythonFile(open_remote(path)), pre_buffer=True)
 
 
 def read_results(finished: FinishedRows, *, head: int | None = None, errors: bool = False) -> Table:

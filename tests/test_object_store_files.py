@@ -235,6 +235,71 @@ def test_ranges_of_a_large_footer_are_read(
     assert max(asked) <= 64 << 10
 
 
+def test_of_columns_that_are_not_used_hardly_a_byte_is_fetched(
+    objects: ObjectStore, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {"prompt": PROMPTS, "other": [f"{row:09d}" * 200 for row in range(len(PROMPTS))]}
+    uri = objects.put_table(f"{place}/in.parquet", columns, row_group_size=100, compression=None)
+    manifest = build_manifest(uri)
+    asked: list[int] = []
+    read = remote.RemoteFile.read
+
+    def noting(file: remote.RemoteFile, nbytes: int | None = -1) -> bytes:
+        data = read(file, nbytes)
+        asked.append(len(data))
+        return data
+
+    monkeypatch.setattr(remote.RemoteFile, "read", noting)
+    with RowReader(manifest, [], values=["prompt"]) as reader:
+        assert sum(batch.num_rows for _, batch in reader.read(0, len(PROMPTS))) == len(PROMPTS)
+    assert sum(asked) < manifest.files[0].nbytes / 4
+    assert len(asked) < 40
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        ("AWS Error NO_SUCH_BUCKET during ListObjectsV2 operation", StorageError, "no bucket bkt"),
+        ("AWS Error ACCESS_DENIED during HeadObject operation", StorageError, "ACCESS_DENIED"),
+        ("AWS Error UNKNOWN (HTTP status 403) during X", StorageError, "refuses access"),
+        ("AWS Error UNKNOWN (HTTP status 301) during X", StorageError, "region=NAME"),
+        ("AWS Error SLOW_DOWN during PutObject operation", UnreachableError, "does not answer"),
+        ("AWS Error UNKNOWN (HTTP status 503) during X", UnreachableError, "does not answer"),
+        ("google::cloud::Status(UNAVAILABLE: CURL error [7])", UnreachableError, "not answer"),
+        ("google::cloud::Status(PERMISSION_DENIED: no)", StorageError, "AWS_PROFILE"),
+        ("something new", StorageError, "s3://bkt/in: something new"),
+    ],
+)
+def test_what_a_store_says_becomes_what_to_do(text: str, kind: type[Exception], words: str) -> None:
+    fault = remote.explain(parse_uri("s3://bkt/in"), OSError(text))
+    assert type(fault) is kind
+    assert words in str(fault)
+
+
+def test_what_may_pass_is_tried_again_and_the_rest_is_not(
+    objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    uri = parse_uri("s3://bkt/in")
+    said = ["SLOW_DOWN", "HTTP status 503"]
+
+    def busy() -> str:
+        if said:
+            raise OSError(said.pop())
+        return "done"
+
+    assert remote._attempt(uri, busy) == "done"
+    calls = []
+
+    def refused() -> None:
+        calls.append(1)
+        raise OSError("AWS Error ACCESS_DENIED during HeadObject operation")
+
+    with pytest.raises(StorageError):
+        remote._attempt(uri, refused)
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [
