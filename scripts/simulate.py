@@ -29,6 +29,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--costs", type=Path, required=True, help="of sweeps: scripts/simulated_machine.py"
     )
+    parser.add_argument("--link", type=float, help="its bytes per second, in place of the file's")
     parser.add_argument("--memory", type=_size, help="of the device, such as 24GiB")
     parser.add_argument("--host-memory", type=_size, help="pinned, less than the machine has")
     parser.add_argument("--host-kv", choices=["auto", "never"], default="auto")
@@ -135,7 +137,10 @@ def simulate(options: argparse.Namespace) -> Iterator[Simulated]:
         kv_memory_nbytes=options.kv_memory,
         sweep_tokens=options.sweep_tokens,
     )
-    simulator = Simulator(options.model, Machine.read(options.costs), config)
+    machine = Machine.read(options.costs)
+    if options.link is not None:
+        machine = replace(machine, link_nbytes_per_s=options.link)
+    simulator = Simulator(options.model, machine, config)
     rows = make_rows(options, simulator.hparams.vocab_size)
     workload = make_workload(rows, options.planned_tokens or options.output_tokens)
     make_feed: MakeFeed = LearnedFeed if options.learn else RowFeed

@@ -13,7 +13,7 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.costs import Load
 from engine.gguf_file import GgufFile
 from kernels.cpu import CpuOps
-from scripts import bench, simulate
+from scripts import bench, simulate, simulate_timed
 from scripts.bench_tail import PROMPT_TOKENS, bench_tail
 from scripts.forced_ends import ForcedOps
 from scripts.learned_order import LearnedFeed
@@ -139,6 +139,32 @@ def test_a_hollow_model_has_the_header_and_the_size_of_a_whole_one(tmp_path: Pat
     write_model(hollow, shape, hollow=True)
     assert hollow.stat().st_size == whole.stat().st_size
     assert GgufFile.open(hollow).tensors == GgufFile.open(whole).tensors
+
+
+def test_a_timed_job_is_simulated_by_the_plan_that_it_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Engine(MODEL, CONFIG, ops=ForcedOps(CpuOps(1), NO_ENDS)) as engine:
+        plan = replace(engine.plan, expand=False, streamed_nbytes=500_000)
+    assert simulate_timed.plan_of(plan.record()).record() == plan.record()
+    facts = {
+        "command": "--rows 20 --kv-type f32",
+        "link, GB/s": 0.001,
+        "plan": plan.record(),
+        "sweeps": 12,
+        "seconds, first admission to the end": 7.0,
+        "KV in, GB": 0.0,
+        "KV out, GB": 0.0,
+    }
+    costs, result = tmp_path / "costs.json", tmp_path / "result.json"
+    costs.write_text(json.dumps(COSTS))
+    result.write_text(json.dumps({"title": "20 rows of 0 + 5 + 30", "facts": facts}))
+    arguments = ["--model", str(MODEL), "--costs", str(costs), str(result)]
+    assert simulate_timed.main(arguments) == 0
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert "12 / 12" in shown
+    seconds = float(shown.split(" 7.0 / ")[1].split()[0])
+    assert 12 * 0.5 < seconds < 12 * 1.0, "each waits half a second for the link, at least"
 
 
 def test_an_order_that_learns_lengths_leaves_a_shorter_tail() -> None:
