@@ -11,7 +11,9 @@ from jobs.records import (
     ResultsError,
     RunnerError,
     SpecError,
+    StorageError,
     StoreError,
+    UnreachableError,
 )
 from ntx_batch import schedules
 from ntx_batch.client import JobHandle, inspect, job, list_jobs, run, submit
@@ -30,7 +32,9 @@ __all__ = [
     "ResultsError",
     "RunnerError",
     "SpecError",
+    "StorageError",
     "StoreError",
+    "UnreachableError",
     "__version__",
     "inspect",
     "job",

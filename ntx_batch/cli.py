@@ -19,6 +19,8 @@ from jobs.records import (
     JobNotFoundError,
     OutputError,
     SpecError,
+    StorageError,
+    UnreachableError,
 )
 from ntx_batch import __version__, actions, client, render, render_plan, report_cli
 from ntx_batch.cli_options import App, AsJson, JobId, JobOrNewest, takes_job_options
@@ -40,6 +42,7 @@ USAGE_ERRORS = (
     DatasetError,
     OutputError,
     EngineError,
+    StorageError,
 )
 EPILOG = (
     "Exit codes: 0 done, 1 something else is in the way, 2 an option, job, input, model or file "
@@ -510,7 +513,8 @@ def main(args: list[str] | None = None) -> NoReturn:
         app(args=args, prog_name="ntx-batch")
     except (JobError, EngineError, OSError) as error:
         render.error(str(error))
-        sys.exit(EXIT_USAGE if isinstance(error, USAGE_ERRORS) else EXIT_FAILED)
+        is_usage = isinstance(error, USAGE_ERRORS) and not isinstance(error, UnreachableError)
+        sys.exit(EXIT_USAGE if is_usage else EXIT_FAILED)
     sys.exit(0)
 
 

@@ -193,7 +193,7 @@ def test_submit_refuses_what_could_not_run(
             (("s3://AKID:tiger@bkt/in",), "s3://***@bkt/in holds a password"),
         ):
             refused = run_here(capsys, "submit", *given, "--model", MODEL)
-            assert refused.code != 0
+            assert refused.code == 2
             assert words in " ".join(refused.err.split()), refused.err
             assert "tiger" not in refused.err
         assert len(store.list_jobs()) == before
