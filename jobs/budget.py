@@ -48,6 +48,11 @@ def check_engines(
         raise SpecError(f"engines is {num_engines}, and there are {most} {what} for them: lower it")
 
 
+def engines_here(device: Literal["cpu", "gpu"], num_engines: int | None) -> int:
+    """How many engines a job has on this machine. num_engines: as in `JobSpec`"""
+    return num_engines or (max(1, len(survey_gpus().gpus)) if device == "gpu" else 1)
+
+
 def share_here(
     config: EngineConfig, device: Literal["cpu", "gpu"], num_engines: int | None
 ) -> EngineConfig:
@@ -55,8 +60,8 @@ def share_here(
 
     num_engines: as in `JobSpec`
     """
-    count = num_engines or (len(survey_gpus().gpus) if device == "gpu" else 1)
-    if count <= 1 or cluster_address(os.environ) is not None:
+    count = engines_here(device, num_engines)
+    if count == 1 or cluster_address(os.environ) is not None:
         return config
     settled = replace(config, device=device, num_threads=config.num_threads or usable_cores())
     return share_of(

@@ -55,7 +55,12 @@ def sample_workload(command: StartJob, model: TextModel) -> Workload:
     """What one of the engines that share a job is to do; see `sample_rows`."""
     created_at = command.created_at
     work = sample_rows(command.spec, command.manifest, model, created_at=created_at).workload
-    return replace(work, num_rows=-(-work.num_rows // command.num_engines))
+    return part_of(work, command.num_engines)
+
+
+def part_of(work: Workload, num_engines: int) -> Workload:
+    """An even part of the rows."""
+    return replace(work, num_rows=-(-work.num_rows // num_engines))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

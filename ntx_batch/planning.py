@@ -11,12 +11,14 @@ from engine.gguf_file import GgufFile
 from engine.hparams import Hparams, read_hparams
 from engine.kv_cache import pages_for
 from engine.loading import reader_name
-from jobs.budget import beside_object_store
+from jobs.achieved import of_all_engines
+from jobs.budget import beside_object_store, engines_here, share_here
 from jobs.home import Home
+from jobs.job_device import choose_job_device
 from jobs.job_plan import JobPlan, plan_alternatives, plan_job
 from jobs.ray_cluster import OBJECT_STORE_NBYTES
 from jobs.records import JobSpec
-from jobs.workload import ModelText, RowSample, sample_rows
+from jobs.workload import ModelText, RowSample, part_of, sample_rows
 from ntx_batch.preflight import check_job
 from ntx_batch.status import plain
 
@@ -37,6 +39,9 @@ def make_report(spec: JobSpec, home: Home) -> dict[str, Any]:
     # Numba comes with it; no other command needs it.
     from engine.devices import open_ops, resolved
 
+    device = choose_job_device(spec.engine).device
+    num_engines = engines_here(device, spec.engines)
+    spec = replace(spec, engine=share_here(spec.engine, device, spec.engines))
     ops = open_ops(spec.engine)
     spec = replace(spec, engine=resolved(spec.engine, ops))
     if ops.name != "cpu":
@@ -48,19 +53,20 @@ def make_report(spec: JobSpec, home: Home) -> dict[str, Any]:
             hparams,
             spec.engine,
             ops,
-            sample=lambda: sample.workload,
+            sample=lambda: part_of(sample.workload, num_engines),
             cache_dir=home.probes_dir,
             always_probe=True,
         )
         return {
             "model": _model(file, hparams),
+            "engines": num_engines,
             "memory": _memory(spec, planned),
             "placement": _placement(spec, planned),
             "rows": _rows(sample, planned),
             "rates": _rates(ops.num_workers, planned),
-            "predicted": _predicted(planned),
+            "predicted": _predicted(planned, num_engines),
             "alternatives": [
-                _alternative(planned, other)
+                _alternative(planned, other, num_engines)
                 for other in plan_alternatives(planned, file, hparams, spec.engine, ops)
             ],
         }
@@ -154,14 +160,14 @@ def _rates(num_threads: int, planned: JobPlan) -> dict[str, Any]:
     }
 
 
-def _predicted(planned: JobPlan) -> dict[str, Any]:
-    predicted = dict(planned.plan.predicted)
+def _predicted(planned: JobPlan, num_engines: int) -> dict[str, Any]:
+    predicted = of_all_engines(planned.plan.predicted, num_engines)
     return {**predicted, "hours": predicted["job_s"] / 3600}
 
 
-def _alternative(planned: JobPlan, other: Alternative) -> dict[str, Any]:
+def _alternative(planned: JobPlan, other: Alternative, num_engines: int) -> dict[str, Any]:
     """times: seconds of the job over those of the plan; is_asked: not the planner's to decide"""
-    predicted = None if other.plan is None else other.plan.predicted
+    predicted = other.plan and of_all_engines(other.plan.predicted, num_engines)
     return {
         "decision": other.decision,
         "chosen": other.chosen,

@@ -59,6 +59,8 @@ def _speed_cells(found: Mapping[str, Any], times: float) -> tuple[str, str, str]
 def _plan_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     model, rows = report["model"], report["rows"]
     yield "model", f"{model['file']}: {model['layers']} layers, {nbytes_text(model['nbytes'])}"
+    if report["engines"] > 1:
+        yield "engines", f"{report['engines']}; memory and passes below are those of one of them"
     yield "rows", _rows_text(rows)
     yield from _reuse_facts(rows)
     yield from _placement_facts(report["placement"])

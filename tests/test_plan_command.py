@@ -208,6 +208,7 @@ def test_people_see_the_tiers_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> No
         "limited_by": "link",
     }
     report = {
+        "engines": 1,
         "model": {"file": "m.gguf", "layers": 4, "nbytes": MIB},
         "rows": {
             "num_rows": 5,

@@ -125,6 +125,10 @@ def _engine_facts(record: Mapping[str, Any]) -> Iterator[Fact]:
     yield "device", _device(record)
     if reason := record.get("device_reason"):
         yield "why", reason
+    engines = record.get("engines") or []
+    if len(engines) > 1:
+        for number, engine in enumerate(engines):
+            yield f"engine {number}", _engine(engine)
     for name, key, show in (
         ("threads", "num_threads", words.count),
         ("architecture", "architecture", str),
@@ -148,6 +152,14 @@ def _engine_facts(record: Mapping[str, Any]) -> Iterator[Fact]:
             yield name, show(record[key])
     if limit := (record.get("predicted") or {}).get("limited_by"):
         yield "limited by, as predicted", limit
+
+
+def _engine(engine: Mapping[str, Any]) -> str:
+    """One of several engines: where, how fast, and how often it was lost."""
+    speed = engine["tokens_per_s"]
+    text = f"{engine['device_name']} on {engine['node']}"
+    text += "" if speed is None else f", {words.number(speed)} tokens/s generated"
+    return f"{text}, lost {engine['num_lost']} times" if engine["num_lost"] else text
 
 
 def _placement(letters: str) -> str:
