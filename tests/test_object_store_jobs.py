@@ -69,6 +69,7 @@ def submit(crash: Crash, objects: ObjectStore, output: str, max_tokens: int) -> 
     return crash.store.create_job(spec, build_manifest(uri), {})
 
 
+@pytest.mark.slow
 def test_a_killed_runner_loses_and_doubles_no_row(crash: Crash, objects: ObjectStore) -> None:
     """Kill -9 in mid-job, and between the publishing of a part and its commit. Cases 2 and 17."""
     job = submit(crash, objects, "bkt/killed", max_tokens=120)
@@ -93,6 +94,7 @@ def test_a_killed_runner_loses_and_doubles_no_row(crash: Crash, objects: ObjectS
     assert sorted(row.as_py() for row in rows) == list(range(len(PROMPTS)))
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_by_itself_when_its_store_answers_again(
     crash: Crash, objects: ObjectStore
 ) -> None:
@@ -117,6 +119,7 @@ def test_a_job_goes_on_by_itself_when_its_store_answers_again(
     assert objects.names("bkt/silent") == [part.name for part in crash.store.parts(job.id)]
 
 
+@pytest.mark.slow
 def test_a_store_that_says_no_in_mid_job_pauses_it(crash: Crash, objects: ObjectStore) -> None:
     """The bucket of the results is deleted; made again, the job is resumed, and no row is lost."""
     objects.make_bucket("doomed")
@@ -141,6 +144,7 @@ def ran(home: Home, *arguments: str) -> Ran:
     return run_process(home.path, *arguments)
 
 
+@pytest.mark.slow
 def test_commands_take_and_show_uris(home: Home, objects: ObjectStore, tmp_path: Path) -> None:
     """Results in every form and in input order, a report, rm: as with paths. Cases 11 and 16."""
     here = tmp_path / "in.jsonl"

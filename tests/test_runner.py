@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from jobs.home import Home
 from jobs.job_run import plan_shards
 from jobs.messages import AddShard, BatchDone
 from jobs.publish import publish_part
-from jobs.records import Job, Part, RunnerError, Shard
+from jobs.records import Job, Part, RunnerError, Shard, StorageError, UnreachableError
 from jobs.runner import Runner
 from jobs.stop_signal import StopSignal
 from jobs.store import JobStore
@@ -408,3 +408,52 @@ def test_a_job_of_a_store_wants_the_runner_to_reach_the_same_store() -> None:
     check_environment(status, here)
     with pytest.raises(RunnerError, match=r"AWS_ENDPOINT_URL is 'http://one:9000' here and .*two"):
         check_environment(status, here, stores=True)
+
+
+# ---- stores ------------------------------------------------------------------------------
+
+
+def test_a_job_whose_store_is_silent_lets_others_run_and_goes_on_by_itself(
+    home: Home, store: JobStore, tmp_path: Path
+) -> None:
+    """All its rows are finished, and none is computed again; an idle runner stays for it."""
+    first = queue_job(store, tmp_path / "a.parquet", prompts(6))
+    second = queue_job(store, tmp_path / "b.parquet", prompts(3), seed=1)
+    drivers = [ScriptedDriver(store)]
+    silent = [True] * 3
+
+    def publish(job: Job, part: Part, blobs: Sequence[bytes]) -> None:
+        if job.id == first.id and part.num_rows and silent:
+            silent.pop()
+            assert store.job(first.id).num_ok == 6
+            raise UnreachableError("s3://bkt/out: the store does not answer")
+        publish_part(job, part, blobs)
+
+    run_until_idle(home, store, lambda home: drivers[0], publish=publish, store_retry_s=0.1)
+    ended = [store.job(job.id) for job in (first, second)]
+    assert [(job.state, job.num_ok) for job in ended] == [("completed", 6), ("completed", 3)]
+    assert (ended[0].finished_at or 0) > (ended[1].finished_at or 0)
+    assert ended[0].attempt == 4
+    assert result_rows(store, ended[0]) == list(range(6))
+    assert sum(shard.end - shard.begin for shard in drivers[0].shards) == 6 + 3
+
+
+def test_a_job_whose_store_refuses_is_paused_and_says_how_to_go_on(
+    home: Home, store: JobStore, tmp_path: Path
+) -> None:
+    job = queue_job(store, tmp_path / "a.parquet", prompts(6))
+
+    def publish(job: Job, part: Part, blobs: Sequence[bytes]) -> None:
+        if part.num_rows:
+            raise StorageError("s3://bkt/out: there is no bucket bkt")
+        publish_part(job, part, blobs)
+
+    run_until_idle(home, store, lambda home: ScriptedDriver(store), publish=publish)
+    paused = store.job(job.id)
+    assert (paused.state, paused.num_ok, paused.exit_code) == ("paused", 6, 5)
+    assert paused.reason is not None
+    assert "no bucket bkt" in paused.reason
+    assert f"ntx-batch resume {job.id}" in paused.reason
+    store.set_state(job.id, "queued")
+    run_until_idle(home, store, lambda home: pytest.fail("all rows are finished"))
+    assert result_rows(store, store.job(job.id)) == list(range(6))
