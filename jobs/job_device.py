@@ -27,8 +27,12 @@ def choose_job_device(config: EngineConfig) -> DeviceChoice:
     return DeviceChoice("cpu", f"no GPU can be used: {problem}")
 
 
-def device_notes(config: EngineConfig, choice: DeviceChoice) -> Iterator[str]:
+def device_notes(
+    config: EngineConfig, choice: DeviceChoice, num_engines: int | None = None
+) -> Iterator[str]:
     """What the job's owner may want to know of its device when it is submitted.
+
+    num_engines: as in `JobSpec`
 
     Nothing where no choice was left, or where this machine has no other.
     """
@@ -38,7 +42,9 @@ def device_notes(config: EngineConfig, choice: DeviceChoice) -> Iterator[str]:
         yield "host_memory has no effect: there is no GPU that it could serve"
     gpus = survey_gpus().gpus
     if choice.device == "gpu":
-        yield f"computes on the GPU {gpus[0].name}" if gpus else "computes on a GPU"
+        count = num_engines or len(gpus)
+        which = "the GPU" if count == 1 else f"{count} GPUs, the first of which is"
+        yield f"computes on {which} {gpus[0].name}" if gpus else "computes on a GPU"
     elif gpus or importlib.util.find_spec("cupy") is not None:
         yield f"computes on the CPU; {choice.reason}"
 

@@ -87,7 +87,7 @@ def check_job(
     notes = (
         *_input_notes(spec, manifest, binding),
         *_chat_notes(spec, file, binding),
-        *device_notes(spec.engine, choice),
+        *device_notes(spec.engine, choice, spec.engines),
     )
     if overwrites:
         notes += (f"{len(overwrites)} parts of other jobs in {spec.output} will be removed",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import EngineConfig
+from engine.requests import MemoryBudgetError
 from jobs.achieved import of_all_engines, together
 from jobs.budget import check_engines
 from jobs.engine_places import Node, place_engines, share_of
 from jobs.node_facts import NodeFacts, Wanted, look_at_node
 from jobs.records import InputFile, JobError, Manifest, SpecError
+from ntx_batch.preflight import check_job
 from ntx_batch.spec import build_spec
+from tests.job_factories import write_input
+from tests.runner_helpers import MODEL
 
 GIB = 1 << 30
 CPU = EngineConfig(device="cpu")
@@ -169,6 +174,30 @@ def test_more_engines_than_threads_are_refused_at_submit(monkeypatch: pytest.Mon
         check_engines(replace(CPU, num_threads=2), "cpu", 3)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     check_engines(replace(CPU, num_threads=2), "cpu", 3)
+
+
+def test_memory_that_is_enough_for_one_and_not_for_two_is_refused_at_submit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 77: said before anything is queued, with what would do."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    prompts = write_input(tmp_path / "in.parquet", {"prompt": ["a"]})
+
+    def check(memory_nbytes: int, engines: int) -> None:
+        options = {"device": "cpu", "threads": engines, "engines": engines}
+        check_job(build_spec(prompts, model=MODEL, memory=memory_nbytes, **options))
+
+    with pytest.raises(MemoryBudgetError) as refused:
+        check(1 << 20, 1)
+    smallest = int(
+        re.findall(r"smallest that works here is ([\d,]+)", str(refused.value))[0].replace(",", "")
+    )
+    check(smallest, 1)
+    with pytest.raises(
+        MemoryBudgetError, match=r"the engines divide the memory, .* lower --engines"
+    ):
+        check(smallest * 3 // 2, 2)
+    check(smallest * 2, 2)
 
 
 # ---- figures -----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from jobs.records import Job
 from jobs.store import JobStore
 from ntx_batch import render
+from ntx_batch.report import facts as report_facts
 from ntx_batch.status import status_record
 from tests.job_factories import make_job
 
@@ -45,6 +46,34 @@ def test_status_names_the_job_beside_what_it_achieved(
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["job", job.id] in lines
     assert ["computing", "6.2", "s"] in lines
+
+
+def engine_record(node: str, num_lost: int = 0, **values: object) -> dict[str, object]:
+    losses = ["its process is gone"] * num_lost
+    record = {"node": node, "device_name": "cpu", "rows_on_board": 3, "tokens_per_s": 10.0}
+    return record | {"losses": losses, "num_lost": num_lost} | values
+
+
+def test_status_tells_of_engines_where_there_are_several_or_one_was_lost(job: Job) -> None:
+    def told(*engines: dict[str, object]) -> dict[str, str]:
+        return render.engine_facts(replace(job, record={"engines": list(engines)}))
+
+    assert told() == {}
+    assert told(engine_record("here")) == {}
+    assert told(engine_record("here"), engine_record("there", 2, tokens_per_s=None)) == {
+        "engine 0": "here: 3 rows on board, 10.0 tokens/s",
+        "engine 1": "there: 3 rows on board; lost 2 times, the last time: its process is gone",
+    }
+    assert told(engine_record("here", 1))["engine 0"].endswith(
+        "lost once, the last time: its process is gone"
+    )
+    report = dict(
+        report_facts.engine_facts(
+            {"device": "cpu", "engines": [engine_record("here"), engine_record("there", 2)]}
+        )
+    )
+    assert report["engine 0"] == "cpu on here, 10 tokens/s generated"
+    assert report["engine 1"].endswith("lost 2 times")
 
 
 def test_status_tells_what_was_not_computed_again(
