@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import cupy as cp
@@ -11,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.choices import Choices, Edits, Rows
-from kernels.cuda import ProductWay, matrix, sampling
+from kernels.cuda import ProductWay, kv_pool, matrix, sampling
 from kernels.cuda.few import FewProducts
-from kernels.cuda.host_pages import HostPages, Part
+from kernels.cuda.kv_pool import CudaKvPool
 from kernels.cuda.launch import Kernel
 from kernels.cuda.matrix import CudaMatrix, DeviceArray
 from kernels.cuda.modules import MAX_GRID_Y, NULL, blocks_for, floats_together, get_kernel
@@ -25,7 +24,6 @@ from kernels.cuda.scratch import Scratch, free_unused
 from kernels.cuda.tasks import PARTIALS_NBYTES, TaskMemory, most_partials
 from kernels.cuda.uploads import Uploads
 from kernels.ops import (
-    PAGE_TOKENS,
     STAGED_LAYERS,
     Batch,
     Float32,
@@ -39,39 +37,11 @@ from kernels.ops import (
 )
 from kernels.quants import BlockTensor
 
-MAX_HEAD = 256
-_KEY_STEP, _VALUE_STEP = 32, 8  # sizes of a head are padded to, or must be, multiples of these
-_KV_DTYPES: dict[KvType, Any] = {"f32": np.float32, "f16": np.float16, "int8": np.int8}
 _TYPE_NAMES = {"f32": "float", "f16": "__half"}  # of a pool's elements, in its own kernels
 _THREADS, _MOST_THREADS = 256, 1024
 _FULL_BLOCKS = 256  # blocks of `_THREADS` that fill a device
 _WARPS = 4
-_HALF_NBYTES = 2
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # cudaDeviceAttr
-
-
-@dataclass(frozen=True, slots=True)
-class CudaKvPool:
-    """keys: (num_layers, num_pages, num_kv_heads, 32, key_length rounded up to 32)
-    values: (num_layers, num_pages, num_kv_heads, value_length, 32)
-
-    For KV of 8 bits alone, in float16, see pages.cuh:
-    scales: (num_layers, num_pages, num_kv_heads, key_length rounded up to 32, then 32)
-    open_pages: (num_layers, num_rows, half_page_len)
-    """
-
-    num_pages: int
-    kv_type: KvType
-    page_nbytes: int
-    keys: DeviceArray
-    values: DeviceArray
-    scales: DeviceArray
-    open_pages: DeviceArray
-    host: HostPages | None
-
-    @property
-    def num_host_pages(self) -> int:
-        return 0 if self.host is None else self.host.num_pages
 
 
 class CudaOps:
@@ -176,12 +146,10 @@ class CudaOps:
         return on_host
 
     def kv_page_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
-        nbytes = _page_len(shape) * int(np.dtype(_KV_DTYPES[kv_type]).itemsize)
-        nbytes += shape.num_kv_heads * _scales_len(shape, kv_type) * _HALF_NBYTES
-        return shape.num_layers * nbytes
+        return kv_pool.page_nbytes(shape, kv_type)
 
     def kv_row_nbytes(self, shape: KvShape, kv_type: KvType) -> int:
-        return shape.num_layers * _page_len(shape) * _HALF_NBYTES if kv_type == "int8" else 0
+        return kv_pool.row_nbytes(shape, kv_type)
 
     def kv_pool(
         self,
@@ -192,62 +160,19 @@ class CudaOps:
         num_rows: int = 0,
         num_host_pages: int = 0,
     ) -> CudaKvPool:
-        _check_heads(shape)
-        num_layers, num_kv_heads = shape.num_layers, shape.num_kv_heads
-        dtype, is_int8 = _KV_DTYPES[kv_type], kv_type == "int8"
-        self._has_int8_pools |= is_int8
-        num_open = num_rows if is_int8 else 0
-        inner = (
-            ((num_kv_heads, PAGE_TOKENS, _key_stride(shape)), dtype),
-            ((num_kv_heads, shape.value_length, PAGE_TOKENS), dtype),
-            ((num_kv_heads, _scales_len(shape, kv_type)), np.float16),
-        )
-        num_places = num_layers * num_pages + STAGED_LAYERS * num_host_pages
-        places = [cp.zeros((num_places, *page), dtype) for page, dtype in inner]
-        keys, values, scales = (_by_layer(part, num_layers, num_pages) for part in places)
-        return CudaKvPool(
-            num_pages=num_pages,
-            kv_type=kv_type,
-            page_nbytes=self.kv_page_nbytes(shape, kv_type),
-            keys=keys,
-            values=values,
-            scales=scales,
-            open_pages=cp.zeros((num_layers, num_open, _page_len(shape)), np.float16),
-            host=self._host_pages(places, num_layers, num_pages, num_host_pages, kv_type),
+        self._has_int8_pools |= kv_type == "int8"
+        return kv_pool.make_pool(
+            shape, num_pages, kv_type, num_rows, num_host_pages, copies=self.copies
         )
 
-    def _host_pages(
-        self,
-        places: Sequence[DeviceArray],
-        num_layers: int,
-        num_pages: int,
-        num_host_pages: int,
-        kv_type: KvType,
-    ) -> HostPages | None:
-        """places: of the pool's pages, and behind them of those that are staged"""
-        if num_host_pages == 0:
-            return None
-        staged = [
-            _by_layer(part[num_layers * num_pages :], STAGED_LAYERS, num_host_pages)
-            for part in places
-            if part.size
-        ]
-        parts = [Part.of(part, num_layers) for part in staged]
-        return HostPages(parts, first_page=num_pages, kv_type=kv_type, copies=self.copies)
+    def kv_copy(self, pool: CudaKvPool, source: int, target: int) -> None:
+        kv_pool.copy_page(pool, source, target)
 
     def kv_travel(self, pool: CudaKvPool) -> KvTravel:
         return KvTravel() if pool.host is None else pool.host.travel()
 
     def kv_release(self, pool: CudaKvPool, pages: Sequence[int]) -> None:
         pass
-
-    def kv_copy(self, pool: CudaKvPool, source: int, target: int) -> None:
-        if pool.host is not None:
-            pool.host.settle()
-        for of_target, of_source in zip(
-            _page_of(pool, target), _page_of(pool, source), strict=True
-        ):
-            of_target[...] = of_source
 
     def choose(self, logits: Float32, specs: Rows, edits: Edits, num_tokens: int) -> Choices:
         on_device = cp.asarray(logits)
@@ -505,30 +430,6 @@ def check_device(index: int) -> None:
         )
 
 
-def _check_heads(shape: KvShape) -> None:
-    for name, length in (("key", shape.key_length), ("value", shape.value_length)):
-        if not 0 < length <= MAX_HEAD or length % _VALUE_STEP:
-            raise KernelError(
-                f"heads have {name} length {length}; the GPU kernels take multiples of "
-                f"{_VALUE_STEP} up to {MAX_HEAD}; run the model on the CPU"
-            )
-
-
-def _key_stride(shape: KvShape) -> int:
-    """Key length as stored."""
-    return _round_up(shape.key_length, _KEY_STEP)
-
-
-def _page_len(shape: KvShape) -> int:
-    """Keys and values of a page, of one layer."""
-    return shape.num_kv_heads * PAGE_TOKENS * (_key_stride(shape) + shape.value_length)
-
-
-def _scales_len(shape: KvShape, kv_type: KvType) -> int:
-    """Scales of a page, of one layer and KV head."""
-    return _key_stride(shape) + PAGE_TOKENS if kv_type == "int8" else 0
-
-
 def _table(plan: SweepPlan, pool: CudaKvPool, layer: int) -> tuple[Any, ...]:
     """The page table, its width, and where the layer's pages are, as the kernels take them."""
     first_staged = len(pool.keys) * pool.num_pages + layer % STAGED_LAYERS * pool.num_host_pages
@@ -547,17 +448,6 @@ def _attention_kernel(name: str, pool: CudaKvPool) -> Kernel:
     if pool.kv_type == "int8":
         return get_kernel(f"{name}_int8.cu", f"{name}_int8<{lengths}>")
     return get_kernel(f"{name}.cu", f"{name}<{_TYPE_NAMES[pool.kv_type]}, {lengths}>")
-
-
-def _by_layer(places: DeviceArray, num_layers: int, num_pages: int) -> DeviceArray:
-    return places[: num_layers * num_pages].reshape(num_layers, num_pages, *places.shape[1:])
-
-
-def _page_of(pool: CudaKvPool, page: int) -> list[DeviceArray]:
-    """Keys, values and scales, where there are any, of a page over all layers."""
-    if pool.host is not None and page >= pool.num_pages:
-        return [part.in_host[:, page - pool.num_pages] for part in pool.host.parts]
-    return [part[:, page] for part in (pool.keys, pool.values, pool.scales) if part.size]
 
 
 def _rms_norm(x: Any, rows: Any, weight: Any, eps: float, out: Any) -> None:
