@@ -31,7 +31,7 @@ from jobs.store import JobStore
 RECORD_INTERVAL_S = 2.0
 WINDOW_SHARDS = 64
 MAX_LOSSES_KEPT = 5  # of one engine, in the job's record
-PUBLISH_RETRY_S = 15.0
+PUBLISH_RETRY_S = 60.0  # to ask takes seconds, in which no batch is committed
 MAX_SPOOLED_PARTS = 8  # that wait for the store of the results, about
 # Asked for rows [begin, end): their outputs that are not to run, as in `Shard.done`, ascending.
 Settled = Callable[[int, int], npt.NDArray[np.int64]]

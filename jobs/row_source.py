@@ -26,7 +26,7 @@ from jobs.results import ResultRow, build_row_batch, result_schema
 # What is held of a row beside its tokens and what it carries.
 ROW_NBYTES = 1700
 WINDOW_NBYTES = 128 << 20  # of all engines that share a job
-ASK_AGAIN_S = 10.0  # a store that does not answer; to ask takes seconds, in which no sweep runs
+ASK_AGAIN_S = 20.0  # a store that does not answer; to ask takes seconds, in which no sweep runs
 
 
 @dataclass(slots=True)

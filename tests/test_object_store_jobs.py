@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
+from engine.machine import usable_cores
 from jobs import remote
 from jobs.control import stop_runner
 from jobs.dataset import build_manifest
@@ -58,12 +60,12 @@ def crash(objects: ObjectStore, home: Home, tmp_path: Path) -> Iterator[Crash]:
         crash.close()
 
 
-def submit(crash: Crash, objects: ObjectStore, output: str, max_tokens: int) -> Job:
+def submit(crash: Crash, objects: ObjectStore, output: str, max_tokens: int, **options: Any) -> Job:
     """A job over all of the bucket's prompts, in small shards and parts; no runner is started."""
     uri = objects.uri("bkt/in/*.parquet")
     spec = build_spec(
         uri, model=MODEL, output=objects.uri(output), max_tokens=max_tokens, ignore_eos=True,
-        kv_memory="64MiB", sweep_tokens=64,
+        kv_memory="64MiB", sweep_tokens=64, **options,
     )  # fmt: skip
     spec = replace(spec, shard_rows=50, part_nbytes=20_000)
     return crash.store.create_job(spec, build_manifest(uri), {})
@@ -135,6 +137,18 @@ def test_a_store_that_says_no_in_mid_job_pauses_it(crash: Crash, objects: Object
     crash.store.set_state(job.id, "queued")
     done = wait_over(crash.store, job)
     assert (done.state, done.num_ok) == ("completed", len(PROMPTS))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(usable_cores() < 2, reason="two engines on CPUs need two cores")
+def test_several_engines_read_from_one_store(crash: Crash, objects: ObjectStore) -> None:
+    job = submit(crash, objects, "bkt/engines", 40, engines=2, threads=2)
+    crash.start_runner()
+    done = wait_over(crash.store, job)
+    assert (done.state, done.num_ok) == ("completed", len(PROMPTS))
+    assert len(done.record["engines"]) == 2
+    final = rows_by_index(read_results(crash.store.finished(job.id)))
+    assert sorted(final) == list(range(len(PROMPTS)))
 
 
 # ---- by commands -------------------------------------------------------------------------
