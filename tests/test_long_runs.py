@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from jobs.temp_folder import (
 from scripts.bench_long import Sample, judge
 from scripts.bench_long import run as run_long_job
 from tests.chatty_engine import LINE, NUM_LINES
+from tests.golden import GOLDEN
 from tests.runner_helpers import MODEL, ScriptedDriver, make_home, queue_job
 
 KEY = "0123456789ab"
@@ -164,6 +165,45 @@ def test_a_running_runner_caps_its_log_which_its_children_write_too(
     assert home.log_path.read_text().startswith("what a driver says\n")
 
 
+def run_and_see_logs(
+    home: Home, store: JobStore, start: Callable[[Home], DriverProcess] = DriverProcess
+) -> dict[str, int]:
+    """Run what is queued; the sizes of Ray's log files when the last job was through."""
+    sizes: dict[str, int] = {}
+
+    def publish(job: Job, part: Part, blobs: Sequence[bytes]) -> None:
+        publish_part(job, part, blobs)
+        sizes.clear()
+        for root in temp_roots(os.environ):
+            for logs in root.glob(f"{PREFIX}{home.key}-*/{RAY_FOLDER}/session_latest/logs"):
+                sizes.update({path.name: path.stat().st_size for path in logs.glob("*.*")})
+
+    with RunnerLock(home) as lock, StopSignal() as stop:
+        Runner(
+            home,
+            lock,
+            store=store,
+            stop=stop,
+            publish=publish,
+            start_driver=start,
+            idle_exit_s=0.0,
+        ).run()
+    return sizes
+
+
+@pytest.mark.slow
+def test_an_actor_that_made_way_for_another_model_leaves_no_logs(tmp_path: Path) -> None:
+    home = make_home(tmp_path / "home")
+    with JobStore(home.state_path) as store:
+        for name in ("llama-q4_0", "llama-q8_0"):
+            model = str(GOLDEN / f"{name}.gguf")
+            queue_job(store, tmp_path / f"{name}.parquet", ["a", "b"], model=model)
+        sizes = run_and_see_logs(home, store)
+        assert [job.state for job in store.list_jobs()] == ["completed"] * 2
+    workers = {name.rpartition("-")[2] for name in sizes if fnmatch(name, "worker-*.err")}
+    assert len(workers) == 1
+
+
 @pytest.mark.slow
 def test_ray_rotates_all_that_it_and_the_engine_actor_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,31 +211,15 @@ def test_ray_rotates_all_that_it_and_the_engine_actor_log(
     """Case 68: log cap. What the actor writes to its standard output and error is bounded too."""
     monkeypatch.setattr(driver_process, "MAX_RAY_LOG_NBYTES", MAX_RAY_LOG_NBYTES)
     home = make_home(tmp_path / "home")
-    sizes: dict[str, int] = {}
     drivers: list[DriverProcess] = []
 
     def start(home: Home) -> DriverProcess:
         drivers.append(DriverProcess(home, module="tests.chatty_engine"))
         return drivers[-1]
 
-    def publish(job: Job, part: Part, blobs: Sequence[bytes]) -> None:
-        publish_part(job, part, blobs)
-        for root in temp_roots(os.environ) if part.num_rows else []:
-            for logs in root.glob(f"{PREFIX}{home.key}-*/{RAY_FOLDER}/session_latest/logs"):
-                sizes.update({path.name: path.stat().st_size for path in logs.glob("*.*")})
-
     with JobStore(home.state_path) as store:
         job = queue_job(store, tmp_path / "in.parquet", ["a", "b"])
-        with RunnerLock(home) as lock, StopSignal() as stop:
-            Runner(
-                home,
-                lock,
-                store=store,
-                stop=stop,
-                publish=publish,
-                start_driver=start,
-                idle_exit_s=0.0,
-            ).run()
+        sizes = run_and_see_logs(home, store, start)
         assert store.job(job.id).state == "completed"
     assert len(drivers) == 1
     for kind in ("err", "out"):
