@@ -147,13 +147,16 @@ class Planner:
     def _travelling(self) -> Plan | None:
         """The shortest with KV pages in host memory, by the forecast, of one for each sweep budget.
 
-        The formula knows little of how rows come on board, which long sweeps are for.
+        The formula knows little of how rows come on board, which long sweeps are for. Of budgets as
+        good, the longest: rows that end before they are expected to make room for more prompts.
         """
         by_sweep: dict[int, list[Plan]] = {}
         for plan in self._fitting(self.ways.with_host_kv(self._most_host_pages)):
             by_sweep.setdefault(plan.sweep_tokens, []).append(plan)
         found = [self.predicted(self._shortest(plans)) for plans in by_sweep.values()]
-        return min(found, key=_job_s, default=None)
+        enough = AS_GOOD * min(map(_job_s, found), default=0.0)
+        good = [plan for plan in found if _job_s(plan) <= enough]
+        return max(good, key=lambda plan: plan.sweep_tokens, default=None)
 
     def _fitting(self, ways: Iterable[Way]) -> list[Plan]:
         return [plan for way in ways if (plan := self.plan_of(way)) is not None]
