@@ -29,7 +29,7 @@ from engine.machine import usable_cores
 from jobs.engine_load import load_engine
 from jobs.engine_loop import MakeEngine
 from jobs.engine_places import Node, place_engines
-from jobs.fleet import EngineKey, Fleet, one_line
+from jobs.fleet import EngineKey, Fleet, Link, one_line
 from jobs.gpus import name_each_gpu_once, survey_gpus
 from jobs.home import HOME_VARIABLE
 from jobs.job_device import choose_job_device
@@ -167,10 +167,14 @@ class Driver:
             choice = choose_device(command, nodes)
             config = replace(command.spec.engine, device=choice.device)
             places = place_engines(nodes, config, command.spec.engines)
-            self._fleet = Fleet(key, places, self._make_engine, self._send, self._give_up)
+            self._fleet = Fleet(key, places, self._make_engine, self._link())
             self._device_reason = choice.reason
         reason = command.device_reason or self._device_reason
         self._send(EnginesPlaced(command.attempt, self._fleet.node_names, reason))
+
+    def _link(self) -> Link:
+        is_own = cluster_address(os.environ) is None
+        return Link(self._send, self._give_up, self._temp_dir if is_own else None)
 
 
 def choose_device(command: PlaceEngines, nodes: Sequence[Node]) -> DeviceChoice:

@@ -235,8 +235,10 @@ class DriverProcess:
                 self._actors |= {process} if process else set()
             case JobReady(record=record):
                 engine.memory_limit_nbytes = record.get("memory_limit_nbytes")
-            case EngineLost(reason=reason):
+            case EngineLost(reason=reason) if engine.process is not None:
                 return self._end_engine(event.engine, reason, engine.death_code)
+            case EngineLost():
+                del self._engines[event.engine]
         return event
 
     def _remove_old_logs(self) -> None:

@@ -10,13 +10,16 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from jobs.board import create_board, read_board
 from jobs.engine_loop import EngineLoop, MakeEngine
+from jobs.home import Home
 from jobs.messages import Command, Event
 from jobs.node_facts import machine_id
 from jobs.processes import ProcessId
 from jobs.records import JobError
 
 START_TIMEOUT_S = 120.0
+LOOK_TIMEOUT_S = 10.0
 # `poll` waits asleep for events, in a thread of its own; commands must not wait behind it.
 _EVENTS, _COMMANDS = "events", "commands"
 
@@ -40,6 +43,49 @@ class EngineActor:
 
     def poll(self, timeout_s: float) -> list[Event]:
         return self._loop.poll(timeout_s)
+
+
+class BoardKeeper:
+    """Keeps the board of an engine on another machine, in a process that outlives the engine's."""
+
+    def create(self, engine: int) -> str:
+        """Make it, and say where."""
+        path = Home.open().board_path(engine)
+        create_board(path)
+        return str(path)
+
+    def rows(self, engine: int, attempt: int) -> tuple[int, ...]:
+        """Rows on board when the engine last noted them."""
+        state = read_board(Home.open().board_path(engine), attempt)
+        return state.rows if state else ()
+
+
+class FarBoard:
+    """The board of an engine on another machine. Raises ray.exceptions.RayError."""
+
+    def __init__(self, node_id: str, engine: int) -> None:
+        keeper_class = ray.remote(
+            num_cpus=0,
+            max_restarts=0,
+            enable_task_events=False,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )(BoardKeeper)
+        self._keeper: Any = keeper_class.remote()
+        self._engine = engine
+
+    def create(self) -> str:
+        path: str = ray.get(self._keeper.create.remote(self._engine), timeout=START_TIMEOUT_S)
+        return path
+
+    def rows(self, attempt: int) -> tuple[int, ...]:
+        """Rows on board when the engine last noted them; none where the whole machine is gone."""
+        try:
+            rows: tuple[int, ...] = ray.get(
+                self._keeper.rows.remote(self._engine, attempt), timeout=LOOK_TIMEOUT_S
+            )
+        except ray.exceptions.RayError:
+            return ()
+        return rows
 
 
 class EngineHandle:

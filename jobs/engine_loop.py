@@ -219,6 +219,7 @@ class _RunningJob:
         self._kv_accuracy: dict[str, Any] | None = None
         self._measure_s = 0.0
         self._first_admission_at: float | None = None
+        self._began_s = 0.0  # the same moment, on a clock that is never set
         self._flushed_at = time.monotonic()
         self._sweeps_told = engine.sweeps.totals.num_sweeps
 
@@ -275,6 +276,7 @@ class _RunningJob:
             return
         if self._first_admission_at is None:
             self._first_admission_at = time.time()
+            self._began_s = time.monotonic()
         self.engine.admit()
         if self._board is not None:
             self._board.begin(self.rows_on_board())
@@ -333,6 +335,7 @@ class _RunningJob:
         sweeps = self.engine.sweeps.totals - self._sweeps_before
         completion_tokens = totals["completion_tokens"] - self._base["completion_tokens"]
         rates, began_at = self.engine.rates, self._first_admission_at
+        worked_s = time.monotonic() - self._began_s - self._measure_s
         joules, before = self._meter.joules(), self._joules_before
         return Progress(
             rows_on_board=self.engine.num_running,
@@ -343,7 +346,7 @@ class _RunningJob:
             first_admission_at=began_at,
             achieved=achieved(
                 sweeps,
-                job_s=0.0 if began_at is None else time.time() - began_at - self._measure_s,
+                job_s=0.0 if began_at is None else worked_s,
                 completion_tokens=completion_tokens,
                 probed_nbytes_per_s=rates.disk_nbytes_per_s if rates else None,
             ),

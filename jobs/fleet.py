@@ -7,12 +7,13 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from queue import SimpleQueue
 
 import ray.exceptions
 
 from engine import EngineConfig
-from jobs.engine_actor import EngineHandle
+from jobs.engine_actor import EngineHandle, FarBoard
 from jobs.engine_loop import MakeEngine
 from jobs.engine_places import Place
 from jobs.messages import (
@@ -28,6 +29,7 @@ from jobs.messages import (
 )
 from jobs.processes import ProcessId
 from jobs.records import JobError
+from jobs.temp_folder import remove_worker_logs
 
 POLL_TIMEOUT_S = 1.0
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)
@@ -51,25 +53,33 @@ class EngineKey:
         return cls(spec.model, stat.st_size, stat.st_mtime_ns, spec.engine, spec.engines)
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a fleet has of the driver around it.
+
+    send: takes events, from any thread
+    give_up: is called with an error that is no engine's own; it does not return
+    ray_dir: where a Ray of our own keeps its logs; None for another
+    """
+
+    send: Callable[[Event], None]
+    give_up: Callable[[Exception], None]
+    ray_dir: Path | None
+
+
 class Fleet:
     """The engines of jobs with one key. None is there before a job asks for it.
 
     make_engine: loads the engine of a job, in the actor
-    send: takes events, from any thread
-    give_up: is called with an error that is no engine's own; it does not return
+    link: to the runner
     """
 
     def __init__(
-        self,
-        key: EngineKey,
-        places: Sequence[Place],
-        make_engine: MakeEngine,
-        send: Callable[[Event], None],
-        give_up: Callable[[Exception], None],
+        self, key: EngineKey, places: Sequence[Place], make_engine: MakeEngine, link: Link
     ) -> None:
         self.key = key
         self._seats = [
-            _Seat(number, len(places), place, make_engine, send, give_up)
+            _Seat(number, len(places), place, make_engine, link)
             for number, place in enumerate(places)
         ]
 
@@ -102,17 +112,16 @@ class _Seat:
         num_engines: int,
         place: Place,
         make_engine: MakeEngine,
-        send: Callable[[Event], None],
-        give_up: Callable[[Exception], None],
+        link: Link,
     ) -> None:
         self.place = place
         self.handle: EngineHandle | None = None
         self._number = number
         self._num_engines = num_engines
         self._make_engine = make_engine
-        self._tell = send
-        self._give_up = give_up
+        self._link = link
         self._attempt = 0
+        self._far_board: FarBoard | None = None
         # It is gone, or its engine may be missing or half-way through a sweep.
         self._is_spoilt = False
         self._commands: SimpleQueue[EngineCommand | None] = SimpleQueue()
@@ -138,29 +147,40 @@ class _Seat:
                     self.handle.send(command)
             except JobError as error:
                 detail = traceback.format_exc()
-                self._tell(JobFailed(command.attempt, str(error), detail, engine=self._number))
+                self._link.send(JobFailed(command.attempt, str(error), detail, engine=self._number))
             except _LOST as error:
                 self._is_spoilt = True
-                self._tell(EngineLost(command.attempt, one_line(error), engine=self._number))
+                self._link.send(self._lost(command.attempt, error))
             except Exception as error:
-                self._give_up(error)
+                self._link.give_up(error)
 
     def _start(self, command: StartJob) -> None:
         self._attempt = command.attempt
         if self.handle is not None and (self._is_spoilt or self.handle.is_gone):
             self._end_actor()
         handle = self.handle or self._new_actor()
-        self._tell(ActorStarted(command.attempt, handle.process, self._number))
+        self._link.send(ActorStarted(command.attempt, handle.process, self._number))
         place = self.place
         handle.send(
             replace(
                 command,
                 spec=replace(command.spec, engine=place.config),
-                board=command.board if handle.process else None,
+                board=command.board if handle.process else self._board_there(),
                 num_engines=self._num_engines,
                 counts_machine=place.counts_machine,
             )
         )
+
+    def _board_there(self) -> str:
+        """A board on the other machine that the engine is on."""
+        if self._far_board is None:
+            self._far_board = FarBoard(self.place.node.id, self._number)
+        return self._far_board.create()
+
+    def _lost(self, attempt: int, error: Exception) -> EngineLost:
+        board = self._far_board
+        rows = () if board is None else board.rows(attempt)
+        return EngineLost(attempt, one_line(error), rows=rows, engine=self._number)
 
     def _new_actor(self) -> EngineHandle:
         place = self.place
@@ -178,8 +198,11 @@ class _Seat:
 
     def _end_actor(self) -> None:
         handle, self.handle = self.handle, None
-        if handle is not None:
-            handle.kill()
+        if handle is None:
+            return
+        handle.kill()
+        if handle.process is not None and self._link.ray_dir is not None:
+            remove_worker_logs(self._link.ray_dir, handle.process.pid)
 
     # ---- from the actor to the runner ----------------------------------------------------
 
@@ -191,15 +214,15 @@ class _Seat:
             except _LOST as error:
                 if handle is self.handle:
                     self._is_spoilt = True
-                    self._tell(EngineLost(self._attempt, one_line(error), engine=self._number))
+                    self._link.send(self._lost(self._attempt, error))
                 return
             except Exception as error:
-                self._give_up(error)
+                self._link.give_up(error)
                 return
             for event in events:
                 if handle is self.handle and _spoils_engine(event):
                     self._is_spoilt = True
-                self._tell(event)
+                self._link.send(event)
 
 
 def _spoils_engine(event: Event) -> bool:

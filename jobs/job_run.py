@@ -290,7 +290,8 @@ class JobRun:
             return
         spec, size = self.job.spec, self._store.spool_size(self.job.id)
         age_s = 0.0 if size.oldest_at is None else self._clock() - size.oldest_at
-        is_due = size.nbytes >= spec.part_nbytes or age_s >= spec.part_interval_s
+        # A negative age says that the clock was set back, and not how old the rows are.
+        is_due = size.nbytes >= spec.part_nbytes or not 0 <= age_s < spec.part_interval_s
         if not (self._publish_at or (is_due and size.num_rows)):
             return
         try:

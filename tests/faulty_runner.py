@@ -1,4 +1,7 @@
-"""A runner for tests whose engine certain rows bring down: `python -m tests.faulty_runner HOME`."""
+"""A runner for tests whose engine certain rows bring down.
+
+`python -m tests.faulty_runner HOME [MODULE]`: MODULE is the driver's program.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from jobs.store import JobStore
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     home = Home.open(sys.argv[1])
-    start = functools.partial(DriverProcess, module="tests.faulty_engine")
+    module = sys.argv[2] if len(sys.argv) > 2 else "tests.faulty_engine"
+    start = functools.partial(DriverProcess, module=module)
     with (
         StopSignal().install() as stop,
         RunnerLock(home) as lock,

@@ -27,12 +27,12 @@ MEMORY_NBYTES = 700 << 20
 
 
 @contextmanager
-def faulty_runner(home: Home) -> Iterator[None]:
+def faulty_runner(home: Home, module: str = "tests.faulty_engine") -> Iterator[None]:
     environment = {key: v for key, v in os.environ.items() if key != INSTANCE_VARIABLE}
     environment |= {HOME_VARIABLE: str(home.path), "PYTHONPATH": str(ROOT)}
     with home.log_path.open("ab") as log:
         runner = subprocess.Popen(
-            [sys.executable, "-m", "tests.faulty_runner", home.path],
+            [sys.executable, "-m", "tests.faulty_runner", home.path, module],
             env=environment,
             stdout=log,
             stderr=log,
@@ -87,3 +87,19 @@ def test_rows_that_kill_raise_or_take_all_memory_end_as_errors_and_no_others(
     assert f"row {KILLS} is given up: worker_crashed" in log
     assert f"row {EATS} is given up: out_of_memory" in log
     assert "at most 1 at once" in log
+
+
+@pytest.mark.slow
+def test_a_row_that_kills_an_engine_on_another_machine_ends_alone(tmp_path: Path) -> None:
+    """There nobody sees its process from here; a keeper beside it knows the rows on board."""
+    home = make_home(tmp_path / "home")
+    prompts = [f"p{row}" for row in range(RAISES)]
+    config = EngineConfig(kv_memory_nbytes=8 << 20, sweep_tokens=2)
+    with JobStore(home.state_path) as store, faulty_runner(home, "tests.far_engine"):
+        path = tmp_path / "in.parquet"
+        job = queue_job(store, path, list(prompts), engine=config, max_tokens=6)
+        job = wait_over(store, job, 150)
+        table = read_results(store.finished(job.id))
+    assert (job.state, job.num_error, job.num_ok) == ("completed", 1, RAISES - 1)
+    assert table["error_code"].to_pylist()[KILLS] == "worker_crashed"
+    assert "3 times with this row alone" in table["error_message"].to_pylist()[KILLS]
