@@ -49,7 +49,6 @@ from jobs.temp_folder import (
     clear_temp_folders,
     hold_folder,
     make_temp_folder,
-    remove_worker_logs,
 )
 
 LAST_WORDS_CHARS = 2000
@@ -127,7 +126,6 @@ class DriverProcess:
         write_leader(home.driver_path, driver)
         self._leader = driver
         self._lost: DriverLostError | None = None
-        self._actors: set[ProcessId] = set()
         self._watched: dict[str, tuple[ProcessId, ...]] = {_DRIVER: (driver,)}
 
     def _environment(self) -> dict[str, str]:
@@ -231,8 +229,6 @@ class DriverProcess:
         match event:
             case ActorStarted(process=process):
                 engine.process = process
-                self._remove_old_logs()
-                self._actors |= {process} if process else set()
             case JobReady(record=record):
                 engine.memory_limit_nbytes = record.get("memory_limit_nbytes")
             case EngineLost(reason=reason) if engine.process is not None:
@@ -240,12 +236,6 @@ class DriverProcess:
             case EngineLost():
                 del self._engines[event.engine]
         return event
-
-    def _remove_old_logs(self) -> None:
-        """Those of actors that have ended: nobody reads them once another is there."""
-        for process in [actor for actor in self._actors if not actor.is_running()]:
-            remove_worker_logs(self._ray_dir, process.pid)
-            self._actors.remove(process)
 
     def _lost_process(self) -> DriverLostError | None:
         for role, processes in self._watched.items():
