@@ -342,7 +342,8 @@ class JobRun:
     def _note_progress(self) -> None:
         """Put what the engines do together, and each of them, into the record."""
         told = [each.progress for each in self._engines.values() if each.progress is not None]
-        self._record["progress"] = {key: sum(getattr(p, key) for p in told) for key in _COUNTS}
+        if told:
+            self._record["progress"] = {key: sum(getattr(p, key) for p in told) for key in _COUNTS}
         if parts := [progress.achieved for progress in told if progress.achieved]:
             self._record["achieved"] = together(parts)
         self._record["engines"] = [
