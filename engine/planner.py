@@ -47,6 +47,7 @@ DEFAULT_KV_NBYTES = 8 << 30  # more rows than this holds fill no core any furthe
 SPARE_ROWS = 1.5  # most rows on board, times those of the mean length: some rows are shorter
 AS_GOOD = 1.02  # times the shortest time: what a prediction cannot tell apart
 MAX_MOVES = 12  # from neighbour to neighbour; each must pay
+LOCKED_NBYTES_PER_S = 3e9  # of host memory that is taken for KV pages before a job's first sweep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,8 +155,8 @@ class Planner:
         for plan in self._fitting(self.ways.with_host_kv(self._most_host_pages)):
             by_sweep.setdefault(plan.sweep_tokens, []).append(plan)
         found = [self.predicted(self._shortest(plans)) for plans in by_sweep.values()]
-        enough = AS_GOOD * min(map(_job_s, found), default=0.0)
-        good = [plan for plan in found if _job_s(plan) <= enough]
+        enough = AS_GOOD * min(map(_whole_s, found), default=0.0)
+        good = [plan for plan in found if _whole_s(plan) <= enough]
         return max(good, key=lambda plan: plan.sweep_tokens, default=None)
 
     def _fitting(self, ways: Iterable[Way]) -> list[Plan]:
@@ -163,7 +164,7 @@ class Planner:
 
     def _shortest(self, plans: Sequence[Plan]) -> Plan:
         """By the formula; of those as good, what streams least and takes the least host memory."""
-        job_s = [self.estimated_job_s(plan) for plan in plans]
+        job_s = [self.estimated_job_s(plan) + _locking_s(plan) for plan in plans]
         enough = AS_GOOD * min(job_s)
         good = [found for found in zip(plans, job_s, strict=True) if found[1] <= enough]
 
@@ -181,7 +182,7 @@ class Planner:
             if plan.host_kv_pages:
                 ways += self.other_host_kv(plan)
             near = [self.predicted(found) for found in self._fitting(ways)]
-            shortest = self._shorter(plan, min(near, key=_job_s, default=plan))
+            shortest = self._shorter(plan, min(near, key=_whole_s, default=plan))
             if shortest is plan:
                 break
             plan = shortest
@@ -189,7 +190,7 @@ class Planner:
 
     def _shorter(self, plan: Plan, other: Plan) -> Plan:
         """The other one where its predicted job is shorter for certain."""
-        return other if _job_s(other) * AS_GOOD < _job_s(plan) else plan
+        return other if _whole_s(other) * AS_GOOD < _whole_s(plan) else plan
 
     def other_host_kv(self, plan: Plan) -> list[Way]:
         """With other numbers of KV pages in host memory, where there is room and rows are known."""
@@ -404,5 +405,10 @@ class Planner:
         return f"; layers could stream with --host-memory of at least {least_nbytes:,} bytes"
 
 
-def _job_s(plan: Plan) -> float:
-    return float(plan.predicted["job_s"])
+def _whole_s(plan: Plan) -> float:
+    """Seconds of the job, and of what its KV pages in host memory take before."""
+    return float(plan.predicted["job_s"]) + _locking_s(plan)
+
+
+def _locking_s(plan: Plan) -> float:
+    return plan.host_kv_nbytes / LOCKED_NBYTES_PER_S
