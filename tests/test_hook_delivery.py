@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,7 @@ from ntx_batch import hook_delivery
 from tests.cli_helpers import ROOT
 from tests.hook_helpers import end_job, hook_of, job_with_hooks, receiving
 from tests.job_factories import write_input
-from tests.runner_helpers import MODEL, SMALL_ENGINE, make_home, wait_until
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return make_home(tmp_path / "home")
-
-
-@pytest.fixture
-def store(home: Home) -> Iterator[JobStore]:
-    with JobStore(home.state_path) as store:
-        yield store
+from tests.runner_helpers import MODEL, SMALL_ENGINE, wait_until
 
 
 def tell(home: Home, store: JobStore, target: HookTarget, state: Any = "completed") -> Job:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,20 +19,9 @@ from jobs.runner import Runner
 from jobs.stop_signal import StopSignal
 from jobs.store import JobStore
 from tests.job_factories import bad_row, finish_rows, ok_row
-from tests.runner_helpers import ScriptedDriver, make_home, queue_job
+from tests.runner_helpers import ScriptedDriver, queue_job
 
 NUM_ROWS = 12
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return make_home(tmp_path / "home")
-
-
-@pytest.fixture
-def store(home: Home) -> Iterator[JobStore]:
-    with JobStore(home.state_path) as store:
-        yield store
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,9 @@ from jobs.runner import Runner
 from jobs.stop_signal import StopSignal
 from jobs.store import JobStore
 from tests.job_factories import bad_row, ok_row
-from tests.runner_helpers import ScriptedDriver, make_home, queue_job, wait_until
+from tests.runner_helpers import ScriptedDriver, queue_job, wait_until
 
 Start = Callable[[Home], ScriptedDriver]
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return make_home(tmp_path / "home")
-
-
-@pytest.fixture
-def store(home: Home) -> Iterator[JobStore]:
-    with JobStore(home.state_path) as store:
-        yield store
 
 
 def run_until_idle(home: Home, store: JobStore, start: Start, **options: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,10 @@ from jobs.results import read_results
 from jobs.runner import Runner
 from jobs.stop_signal import StopSignal
 from jobs.store import JobStore
-from tests.runner_helpers import make_home, queue_job
+from tests.runner_helpers import queue_job
 from tests.scripted_fleet import MOST_ON_BOARD, ScriptedFleet
 
 NUM_ROWS = 200
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return make_home(tmp_path / "home")
-
-
-@pytest.fixture
-def store(home: Home) -> Iterator[JobStore]:
-    with JobStore(home.state_path) as store:
-        yield store
 
 
 @pytest.fixture
