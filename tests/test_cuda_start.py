@@ -15,17 +15,22 @@ SOURCES = {
     "attention.cu",
     "attention.cuh",
     "attention_int8.cu",
+    "attention_shared.cu",
+    "attention_shared_int8.cu",
     "blocks.cuh",
     "close_pages.cu",
     "common.cuh",
     "dequant.cu",
     "few.cu",
+    "host_pages.cu",
+    "integers.cuh",
     "pages.cuh",
     "pointwise.cu",
     "product.cu",
     "runs.cuh",
     "sampling.cu",
     "selection.cuh",
+    "shared.cuh",
 }
 
 

@@ -176,11 +176,12 @@ def test_a_job_killed_at_60_percent_goes_on_with_the_rest(world: World) -> None:
 
     Case 16: whoever reads the results folder meanwhile, also across the kill, sees whole files.
     """
-    num_rows = 2000
+    num_rows = 5000
     job = world.queue("kill", num_rows, max_tokens=24, shard_rows=100, part_nbytes=30_000)
     folder = Path(job.results_dir)
     with reading(folder) as readers:
         wait_rows(world, job, num_rows * 6 // 10)
+        wait_until(lambda: any(folder.glob("part-*")))
         pid = runner_status(world.home).pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)

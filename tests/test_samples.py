@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from engine import SamplingParams
-from jobs.isolation import RowLoss
 from jobs.job_run import JobRun
 from jobs.messages import BatchDone, Progress
 from jobs.publish import publish_part
@@ -103,14 +102,13 @@ def test_results_are_in_the_order_of_rows_and_samples(store: JobStore, job: Job)
 def test_a_suspect_row_is_settled_with_its_last_sample(store: JobStore, job: Job) -> None:
     run = open_run(store, job)
     commit(run, (2, 1))
-    run.isolation.accuse((0, 2), RowLoss("worker_crashed", "it died"))
-    assert keys_of(run.shards()) == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 2)]
+    assert keys_of(run.shards_of([0, 2])) == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 2)]
     commit(run, (0, 0), (0, 2), (2, 2))
-    assert run.isolation.rows == [0, 2]
+    assert run.whole_rows((0, 0, 2)) == set()
     commit(run, (0, 1))
-    assert run.isolation.rows == [2]
+    assert run.whole_rows((0,)) == {0}
     commit(run, (2, 0))
-    assert run.isolation.rows == []
+    assert run.whole_rows((2,)) == {2}
 
 
 def test_a_retry_runs_failed_samples_alone(store: JobStore, job: Job) -> None:
@@ -125,10 +123,10 @@ def test_a_retry_runs_failed_samples_alone(store: JobStore, job: Job) -> None:
     assert claimed is not None and claimed.id == again.id
     retry = open_run(store, again)
     assert keys_of(retry.shards()) == list(failed)
-    retry.isolation.accuse((3,), RowLoss("worker_crashed", "it died"))
-    assert keys_of(retry.shards()) == [(3, 0), (3, 2)]
+    assert keys_of(retry.shards_of([3])) == [(3, 0), (3, 2)]
+    assert keys_of(retry.shards(without=[3])) == [(1, 1)]
     commit(retry, (3, 2), failed=((3, 0),))
-    assert retry.isolation.rows == []
+    assert retry.whole_rows((3, 3)) == {3}
     rows = shown(store, job)
     assert (3, 2, "3.2") in rows
     assert [(row, sample) for row, sample, text in rows if text == "error"] == [(1, 1), (3, 0)]
