@@ -21,6 +21,7 @@ from jobs.chain_input import take_input
 from jobs.dataset import OnProgress, count_rows
 from jobs.id_counts import IdCounter
 from jobs.isolation import Isolation
+from jobs.memory import give_back_unused
 from jobs.messages import BatchDone, Progress
 from jobs.progress_log import ProgressLog
 from jobs.publish import claim_folder
@@ -392,6 +393,8 @@ class JobRun:
     def _complete_part(self, part: Part, blobs: list[bytes]) -> None:
         self._publish(self.job, part, blobs)
         self._store.commit_part(self.job.id, part.number)
+        blobs.clear()
+        give_back_unused()
 
 
 def _merged(facts: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:

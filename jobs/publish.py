@@ -47,8 +47,6 @@ def publish_part(job: Job, part: Part, blobs: Sequence[bytes]) -> None:
         schema = blob_table(blobs[0]).schema if blobs else job_schema(job)
         facts = part_facts(job, part)
         publish_file(target, lambda sink: write_parquet(sink, blobs, schema, facts))
-        # Else Arrow keeps what the largest part took until there is another.
-        pa.default_memory_pool().release_unused()
     check_part(target, job, part)
     if not is_uri(target):
         # Also where the file was found: its name may not be on the disk yet.
