@@ -132,7 +132,7 @@ def _refusal(earlier: str | None, tally: _Tally) -> str:
     return (
         f"{tally.num_not_ok} of {tally.num_rows} rows of job {earlier} are not ok, and "
         f"--after-errors is fail; `ntx-batch retry {earlier}` runs them again and puts this job "
-        "back"
+        "back, but for those that their input makes fail: submit it again with --after-errors skip"
     )
 
 

@@ -40,6 +40,8 @@ def device_notes(
         return
     if choice.device == "cpu" and config.host_memory_nbytes is not None:
         yield "host_memory has no effect: there is no GPU that it could serve"
+    if choice.device == "cpu" and config.host_kv == "never":
+        yield "host_kv has no effect: there is no GPU whose KV pages would leave it"
     gpus = survey_gpus().gpus
     if choice.device == "gpu":
         count = num_engines or len(gpus)

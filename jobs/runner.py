@@ -222,8 +222,9 @@ class Runner:
                 hint = "; its finished rows are kept, and it goes on by itself when that answers"
                 self._stop_surely(run, "interrupted", f"{error}{hint}")
             except Exception as error:
-                log.exception("job %s cannot go on", job.id)
                 known = isinstance(error, JobError | OSError)
+                trace = None if isinstance(error, JobError) else error
+                log.error("job %s cannot go on: %s", job.id, error, exc_info=trace)
                 reason = str(error) if known else f"{type(error).__name__}: {error}"
                 if is_disk_full(error):
                     hint = f"; make room and go on with `ntx-batch resume {job.id}`"

@@ -219,10 +219,12 @@ class JobStore(RowStore):
         Raises StoreError: a runner works on it, or another job has yet to read what it has.
         """
         with self._db.atomic():
-            if readers := [row["id"] for row in self._db.rows("select_readers", id=job_id)]:
+            if readers := self._db.rows("select_readers", id=job_id):
+                ids, first = ", ".join(row["id"] for row in readers), readers[0]
+                end = "rm" if first["state"] == "failed" else "cancel"
                 raise StoreError(
-                    f"job {', '.join(readers)} has yet to read what job {job_id} has: wait for "
-                    f"that, or end it with `ntx-batch cancel {readers[0]}`"
+                    f"job {ids} has yet to read what job {job_id} has: wait for that, or end it "
+                    f"with `ntx-batch {end} {first['id']}`"
                 )
             if self._db.row("delete_job", id=job_id) is None:
                 state = self.job(job_id).state

@@ -94,7 +94,7 @@ def submit(
     job.ensure_runner()
     if wait:
         _wait(job)
-    render.note(f"queued; follow it with: ntx-batch watch {job.id}")
+    render.note(f"follow it with: ntx-batch watch {job.id}")
 
 
 @app.command()

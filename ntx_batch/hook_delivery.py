@@ -152,7 +152,7 @@ class Delivery:
         if attempt.target.url is not None:
             outcome = post(attempt.target.url, body, _headers(attempt), limit_s)
         else:
-            outcome = self._run(job, body, limit_s)
+            outcome = self._run(job, body + b"\n", limit_s)
         self._store.end(attempt, outcome)
         self._say(outcome)
 

@@ -303,3 +303,21 @@ def check_chained(store: JobStore, job: Job) -> None:
         assert now != "waits"
     if job.state != "running":
         assert next_move(job, earlier, retries) is None
+
+
+def test_a_job_is_not_removed_while_one_that_failed_with_it_can_come_back(store: JobStore) -> None:
+    first = make_job(store)
+    second = chain_after(store, first)
+    store.set_request(first.id, "cancel")
+    assert store.job(second.id).state == "failed"
+    with pytest.raises(StoreError, match=f"ntx-batch rm {second.id}"):
+        store.remove_job(first.id)
+    store.remove_job(second.id)
+    store.remove_job(first.id)
+
+
+def test_a_cancelled_job_does_not_say_what_it_waited_for(store: JobStore) -> None:
+    second = chain_after(store, make_job(store))
+    assert store.job(second.id).reason is not None
+    store.set_request(second.id, "cancel")
+    assert store.job(second.id).reason is None

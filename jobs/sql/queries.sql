@@ -34,11 +34,11 @@ SELECT job_with_hooks.* FROM job_with_hooks JOIN retry USING (id) ORDER BY num;
 DELETE FROM job WHERE id = :id AND state != 'running' RETURNING id;
 
 -- select_readers --
--- Jobs that are not over and read what a job has: its results, or the copy of another's results that
--- a retry shares with it.
-SELECT id FROM job
+-- Jobs that are not over, or failed with a chain that can come back, and read what a job has: its
+-- results, or the copy of another's results that a retry shares with it.
+SELECT id, state FROM job
 WHERE (after = :id OR (retry_of = :id AND json_extract(spec, '$.after') IS NOT NULL))
-    AND state NOT IN ('completed', 'failed', 'cancelled')
+    AND (state NOT IN ('completed', 'failed', 'cancelled') OR (state = 'failed' AND waits))
 ORDER BY num;
 
 -- select_chained --
@@ -135,6 +135,7 @@ SET request = CASE WHEN state != 'running' THEN NULL
         ELSE :request
     END,
     finished_at = iif(state != 'running' AND :request = 'cancel', :now, finished_at),
+    reason = iif(:request = 'cancel' AND state != 'running', NULL, reason),
     state = CASE
         WHEN state = 'running' THEN state
         WHEN :request = 'cancel' THEN 'cancelled'
