@@ -21,10 +21,9 @@ from jobs.chain_input import take_input
 from jobs.dataset import OnProgress, count_rows
 from jobs.id_counts import IdCounter
 from jobs.isolation import Isolation
-from jobs.memory import give_back_unused
 from jobs.messages import BatchDone, Progress
 from jobs.progress_log import ProgressLog
-from jobs.publish import claim_folder
+from jobs.publish import claim_folder, give_back_unused
 from jobs.records import Job, JobError, JobState, Part, Shard, UnreachableError
 from jobs.resume_check import check_unchanged_job, new_input_files
 from jobs.store import JobStore

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import re
 import resource
 from pathlib import Path
-
-import pyarrow as pa
 
 _CGROUP_EVENTS = (
     Path("/sys/fs/cgroup/memory.events"),
@@ -32,16 +28,6 @@ def limit_own_memory(nbytes: int) -> None:
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-
-
-def give_back_unused() -> None:
-    """Let the system have what Arrow and the C library keep of memory that is not in use.
-
-    Both keep most of it, in pieces that the next large buffers do not fit into.
-    """
-    pa.default_memory_pool().release_unused()
-    with contextlib.suppress(AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def num_oom_kills() -> int:

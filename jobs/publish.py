@@ -8,6 +8,8 @@ which appears when its upload is complete.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import io
 import os
@@ -51,6 +53,16 @@ def publish_part(job: Job, part: Part, blobs: Sequence[bytes]) -> None:
     if not is_uri(target):
         # Also where the file was found: its name may not be on the disk yet.
         _sync_folder(Path(target).parent)
+
+
+def give_back_unused() -> None:
+    """Let the system have what Arrow and the C library keep of memory that is not in use.
+
+    Both keep most of it, in pieces that the next large buffers do not fit into.
+    """
+    pa.default_memory_pool().release_unused()
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def part_facts(job: Job, part: Part) -> dict[str, str]:
