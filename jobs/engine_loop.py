@@ -352,6 +352,7 @@ class _RunningJob:
             ),
             kv_accuracy=self._kv_accuracy,
             num_preempted=totals["num_preempted"] - self._base["num_preempted"],
+            reused_tokens=totals["reused_tokens"] - self._base["reused_tokens"],
             energy_j=None if joules is None or before is None else joules - before,
         )
 

@@ -129,6 +129,7 @@ class Progress:
     """Where the engine stands. Counts are of this attempt; first_admission_at is Unix time.
 
     rows_waiting: read and prepared, and not on board
+    prompt_tokens: of all rows taken on board; reused_tokens: of these, not computed again
     achieved: as `jobs.achieved` has it
     energy_j: that the machine took; None where it has no counter to read
     kv_accuracy: as `jobs.kv_sample` has it, once it was measured
@@ -145,6 +146,7 @@ class Progress:
     energy_j: float | None = None
     kv_accuracy: Mapping[str, Any] | None = None
     num_preempted: int = 0
+    reused_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,10 @@ def _interval_s(point: ProgressPoint) -> float:
 def _added(point: ProgressPoint, progress: Progress) -> ProgressPoint:
     """A point with what an attempt has told; without its time of work, which others may share."""
     achieved = progress.achieved
+    computed = progress.prompt_tokens - progress.reused_tokens
     return replace(
         point,
-        prompt_tokens=point.prompt_tokens + progress.prompt_tokens,
+        prompt_tokens=point.prompt_tokens + computed,
         completion_tokens=point.completion_tokens + progress.completion_tokens,
         sweep_s=point.sweep_s + achieved.get("sweeps_s", 0.0),
         wait_s=point.wait_s + achieved.get("wait_s", 0.0),

@@ -23,7 +23,8 @@ from scripts.simulated_rows import Rows, random_prompts
 from scripts.simulator import Simulator
 from scripts.synth_gguf import Shape, write_model
 from tests.test_planner import MIB, budgets, models, rates, sized_hparams, workloads
-from tests.test_tiers import GIB, GPU, LARGE, large_sizes, scratch_nbytes
+from tests.test_tiers import GIB, LARGE, large_sizes
+from tests.test_tiers import planner as planner_of
 
 JOB = Workload(num_rows=1000, prompt_tokens=512, output_tokens=128)
 SHAPE = Shape(num_layers=32, hidden=4096, ffn=14_336, num_heads=32, num_kv_heads=8, vocab_size=4000)
@@ -33,20 +34,8 @@ ROWS = Workload(num_rows=600, prompt_tokens=250, output_tokens=70)
 def planner(
     model: ModelSizes, device_nbytes: int, host_nbytes: int, work: Workload, **config: object
 ) -> Planner:
-    return Planner(
-        LARGE if len(model.layers) == 80 else sized_hparams(len(model.layers)),
-        EngineConfig(memory_nbytes=device_nbytes, **config),  # type: ignore[arg-type]
-        model,
-        budget=Budget(
-            device_nbytes=device_nbytes,
-            host_nbytes=host_nbytes,
-            fixed_nbytes=10 * MIB,
-            scratch_nbytes=scratch_nbytes,
-            embedding_in_host=True,
-        ),
-        rates=GPU,
-        workload=work,
-    )
+    hparams = LARGE if len(model.layers) == 80 else None
+    return planner_of(model, device_nbytes, host_nbytes, hparams, workload=work, **config)
 
 
 # ---- budgets -----------------------------------------------------------------------------

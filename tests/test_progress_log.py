@@ -56,6 +56,14 @@ def test_attempts_add_up() -> None:
     )
 
 
+def test_prompt_tokens_that_were_reused_are_not_counted_as_computed() -> None:
+    log = ProgressLog(None)
+    take(log, 1, replace(told(5, 2.0), reused_tokens=4), 10.0)
+    take(log, 2, replace(told(5, 2.0), reused_tokens=9), 20.0)
+    point = log.next_point(is_last=True)
+    assert point is not None and point.prompt_tokens == (10 - 4) + (10 - 9)
+
+
 def test_engines_add_up_and_time_that_they_share_counts_once() -> None:
     log = ProgressLog(None)
     for engine, told_now in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -50,7 +51,7 @@ def scratch_nbytes(num_tokens: int) -> int:
     return 64 * MIB + 1000 * num_tokens
 
 
-def best(
+def planner(
     model: ModelSizes,
     device_nbytes: int,
     host_nbytes: int,
@@ -59,7 +60,7 @@ def best(
     workload: Workload | None = None,
     embedding_in_host: bool = True,
     **config: object,
-) -> Plan:
+) -> Planner:
     return Planner(
         hparams or sized_hparams(len(model.layers)),
         EngineConfig(memory_nbytes=device_nbytes, **config),  # type: ignore[arg-type]
@@ -73,7 +74,12 @@ def best(
         ),
         rates=GPU,
         workload=workload,
-    ).best()
+    )
+
+
+def best(*arguments: Any, **options: Any) -> Plan:
+    """By a `planner` of these arguments."""
+    return planner(*arguments, **options).best()
 
 
 @given(
